@@ -1,0 +1,1 @@
+"""Environments the trainer can be run on, and the contract they fulfil."""

@@ -1,0 +1,50 @@
+"""Packaging of rspo_kernels (fused ops) and rspo (the trainer on top of them)."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+KERNELS = [
+    "torch>=2.8",
+    # The PyTorch path needs no Triton; the kernels and their compile check exist on Linux only.
+    "triton>=3.4; platform_system == 'Linux'",
+]
+TRAINER = [
+    "transformers>=4.56",
+    "safetensors>=0.4",
+    "numpy>=1.26",
+    "PyYAML>=6.0",
+    "tqdm>=4.66",
+    "matplotlib>=3.8",
+]
+DEVELOP = [
+    "pytest>=8",
+    "pytest-xdist>=3.5",
+    "hypothesis>=6.100",
+    "ruff>=0.11",
+    "mypy>=1.13",
+    "types-PyYAML",
+    "types-tqdm",
+]
+
+setup(
+    name="rspo",
+    version="0.1.0",
+    description="Fused Triton kernels for policy optimisation of language-model agents, and an RSPO trainer on top",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
+    package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
+    install_requires=KERNELS + TRAINER,
+    extras_require={"dev": DEVELOP},
+    entry_points={"console_scripts": ["rspo=rspo.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Operating System :: POSIX :: Linux",
+        "Typing :: Typed",
+    ],
+)
