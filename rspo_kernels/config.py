@@ -1,0 +1,110 @@
+"""PolicyLossConfig: which loss, as one frozen, validated value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+LOSSES = ("grpo", "ppo")
+CLIP_CENTERS = ("shift", "none", "relative")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+RATIO_LEVELS = ("token",)
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+STATS = (
+    "num_tokens", "clip_frac_low", "clip_frac_high", "clip_frac_dual", "approx_kl_k1", "approx_kl_k3", "kl_ref",
+    "entropy", "ratio_mean", "ratio_max", "center_mean", "center_max", "ess",
+)  # fmt: skip
+"""Statistics that the loss makes in the same pass, in the order in which the operators return them.
+
+Fractions and means are over unmasked tokens (0 where there are none). clip_frac_*: tokens whose gradient the lower,
+upper or dual bound removed; approx_kl_k1 = mean(old - logp) and approx_kl_k3: KL(old, policy); kl_ref: the configured
+estimator; ess: effective sample size of the ratios as a share of the tokens, (Σr)²/(n·Σr²)."""
+
+KL_CLAMP = 10.0
+"""Bound on |ref_logp - logp| before it enters any KL estimator."""
+
+MAX_LOG_RATIO_CLAMP = 40.0
+"""exp(40)^2 still fits float32; the effective sample size squares the ratio."""
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """The policy loss of one token (RSPO paper, eq. 1, 2 and 4), with ratio r and clip centre c:
+
+        r = exp(logp - behavior_logp),  c = exp(old_logp - behavior_logp)
+        J = min(r·A, clip(r, lower, upper)·A)
+        loss = -J + kl_coef·KL - entropy_coef·entropy
+
+    Args:
+        loss: "grpo" or "ppo": the clipped surrogate above (the two differ in their advantages only).
+        clip_low, clip_high: ε below and above the centre, >= 0.
+        clip_center: the interval. "shift" (the paper): c - clip_low .. c + clip_high; "none": around 1;
+            "relative": c·(1 - clip_low) .. c·(1 + clip_high).
+        center_cap: replace c by min(c, center_cap) in the interval, > 0. None: no cap.
+        weight_cap: multiply J by min(c, weight_cap)/c (truncated importance weight), > 0. None: off.
+        dual_clip: for A < 0 bound J from below by dual_clip·centre·A, > 1. None: off.
+        dual_clip_replay: apply dual_clip also to tokens whose old_logp differs from their behavior_logp.
+        kl_coef: weight of KL(policy, reference), >= 0; needs ref_logp when positive.
+        kl_estimator: with d = ref_logp - logp clamped to ±10: "k1" = -d, "k2" = d²/2, "k3" = exp(d) - d - 1.
+        kl_weighted: multiply the KL estimate by r (unbiased gradient for off-policy tokens); r is differentiated too.
+        entropy_coef: weight of the entropy bonus; needs `entropy` when not 0.
+        ratio_level: "token": one ratio and one clip decision for each token.
+        aggregation: "token-mean", or over sequences "seq-mean-token-sum", "seq-mean-token-mean",
+            "seq-mean-token-sum-norm" (Dr. GRPO: the sum divided by `horizon`).
+        horizon: tokens that a sequence's sum is divided by under "seq-mean-token-sum-norm"; defaults to the
+            padded length L for inputs [B, L] and is required for packed inputs.
+        log_ratio_clamp: bound on |log r| and |log c| before exp, in (0, 40]; beyond it the gradient is 0.
+
+    Raises:
+        ValueError: a value outside the ranges above, named with what is allowed.
+    """
+
+    loss: str = "grpo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_center: str = "shift"
+    center_cap: float | None = None
+    weight_cap: float | None = None
+    dual_clip: float | None = None
+    dual_clip_replay: bool = False
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_weighted: bool = False
+    entropy_coef: float = 0.0
+    ratio_level: str = "token"
+    aggregation: str = "token-mean"
+    horizon: int | None = None
+    log_ratio_clamp: float = 20.0
+
+    def __post_init__(self) -> None:
+        _one_of("loss", self.loss, LOSSES)
+        _one_of("clip_center", self.clip_center, CLIP_CENTERS)
+        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _one_of("ratio_level", self.ratio_level, RATIO_LEVELS)
+        _one_of("aggregation", self.aggregation, AGGREGATIONS)
+        _number("clip_low", self.clip_low, self.clip_low >= 0, ">= 0")
+        _number("clip_high", self.clip_high, self.clip_high >= 0, ">= 0")
+        _number("kl_coef", self.kl_coef, self.kl_coef >= 0, ">= 0")
+        _number("entropy_coef", self.entropy_coef, True, "finite")
+        clamp_ok = 0 < self.log_ratio_clamp <= MAX_LOG_RATIO_CLAMP
+        _number("log_ratio_clamp", self.log_ratio_clamp, clamp_ok, f"in (0, {MAX_LOG_RATIO_CLAMP:g}]")
+        if self.center_cap is not None:
+            _number("center_cap", self.center_cap, self.center_cap > 0, "> 0 or None")
+        if self.weight_cap is not None:
+            _number("weight_cap", self.weight_cap, self.weight_cap > 0, "> 0 or None")
+        if self.dual_clip is not None:
+            _number("dual_clip", self.dual_clip, self.dual_clip > 1, "> 1 or None")
+        if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
+            raise ValueError(f"horizon must be a positive int or None, got {self.horizon!r}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _number(name: str, value: Any, ok: bool, wanted: str) -> None:
+    if isinstance(value, bool) or not math.isfinite(value) or not ok:
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
