@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from .checks import one_of
 
 LOSSES = ("grpo", "ppo")
 CLIP_CENTERS = ("shift", "none", "relative")
@@ -79,32 +82,26 @@ class PolicyLossConfig:
     log_ratio_clamp: float = 20.0
 
     def __post_init__(self) -> None:
-        _one_of("loss", self.loss, LOSSES)
-        _one_of("clip_center", self.clip_center, CLIP_CENTERS)
-        _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _one_of("ratio_level", self.ratio_level, RATIO_LEVELS)
-        _one_of("aggregation", self.aggregation, AGGREGATIONS)
-        _number("clip_low", self.clip_low, self.clip_low >= 0, ">= 0")
-        _number("clip_high", self.clip_high, self.clip_high >= 0, ">= 0")
-        _number("kl_coef", self.kl_coef, self.kl_coef >= 0, ">= 0")
-        _number("entropy_coef", self.entropy_coef, True, "finite")
-        clamp_ok = 0 < self.log_ratio_clamp <= MAX_LOG_RATIO_CLAMP
-        _number("log_ratio_clamp", self.log_ratio_clamp, clamp_ok, f"in (0, {MAX_LOG_RATIO_CLAMP:g}]")
-        if self.center_cap is not None:
-            _number("center_cap", self.center_cap, self.center_cap > 0, "> 0 or None")
-        if self.weight_cap is not None:
-            _number("weight_cap", self.weight_cap, self.weight_cap > 0, "> 0 or None")
-        if self.dual_clip is not None:
-            _number("dual_clip", self.dual_clip, self.dual_clip > 1, "> 1 or None")
+        one_of("loss", self.loss, LOSSES)
+        one_of("clip_center", self.clip_center, CLIP_CENTERS)
+        one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        one_of("ratio_level", self.ratio_level, RATIO_LEVELS)
+        one_of("aggregation", self.aggregation, AGGREGATIONS)
+        _number("clip_low", self.clip_low, lambda x: x >= 0, ">= 0")
+        _number("clip_high", self.clip_high, lambda x: x >= 0, ">= 0")
+        _number("kl_coef", self.kl_coef, lambda x: x >= 0, ">= 0")
+        _number("entropy_coef", self.entropy_coef, lambda x: True, "a finite number")
+        top = MAX_LOG_RATIO_CLAMP
+        _number("log_ratio_clamp", self.log_ratio_clamp, lambda x: 0 < x <= top, f"in (0, {top:g}]")
+        for name, low in (("center_cap", 0), ("weight_cap", 0), ("dual_clip", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                _number(name, value, lambda x, low=low: x > low, f"> {low} or None")
         if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
             raise ValueError(f"horizon must be a positive int or None, got {self.horizon!r}")
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _number(name: str, value: Any, ok: bool, wanted: str) -> None:
-    if isinstance(value, bool) or not math.isfinite(value) or not ok:
+def _number(name: str, value: Any, allowed: Callable[[float], bool], wanted: str) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not allowed(value):
         raise ValueError(f"{name} must be {wanted}, got {value!r}")

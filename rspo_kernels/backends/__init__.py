@@ -1,0 +1,63 @@
+"""Which implementation runs.
+
+`select` turns the `backend` option of an op into the module that will do the work. "auto" takes Triton for
+accelerators and PyTorch for the CPU; the environment variable RSPO_KERNELS_BACKEND overrides "auto". A backend that
+is asked for and cannot run is an error, never a silent fallback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("auto", "torch", "triton")
+TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices call themselves cuda
+ENVIRONMENT_VARIABLE = "RSPO_KERNELS_BACKEND"
+
+
+def resolve(backend: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
+    """The backend that will run: "torch" or "triton".
+
+    Raises:
+        ValueError: an unknown name (as argument or in RSPO_KERNELS_BACKEND).
+        RuntimeError: Triton was asked for and cannot run on these tensors.
+    """
+    origin = "backend"
+    if backend == "auto" and (override := os.environ.get(ENVIRONMENT_VARIABLE)):
+        backend, origin = override, ENVIRONMENT_VARIABLE
+    if backend not in BACKENDS:
+        raise ValueError(f"{origin} must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    obstacle = _triton_obstacle(device, dtype)
+    if backend == "auto":
+        # On an accelerator without Triton the PyTorch path would be a silent fallback: refuse there too.
+        wants_triton = device.type in TRITON_DEVICES and dtype != torch.float64
+        backend = "triton" if wants_triton else "torch"
+    if backend == "triton" and obstacle:
+        raise RuntimeError(f"{origin}='triton' cannot run here: {obstacle}; backend='torch' runs on any device")
+    return backend
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if dtype == torch.float64:
+        return "the Triton kernels compute in float32 and take no float64 input"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "CPU tensors need TRITON_INTERPRET=1 set before triton is imported (for tests only)"
+    if device.type not in (*TRITON_DEVICES, "cpu"):
+        return f"no Triton kernels for device type {device.type!r}"
+    return None
+
+
+def implementation(backend: str) -> ModuleType:
+    """The module of a resolved backend; both have the same functions."""
+    if backend == "torch":
+        from . import torch_impl
+
+        return torch_impl
+    from . import triton_impl
+
+    return triton_impl

@@ -1,0 +1,109 @@
+"""Log-probabilities of chosen tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .backends import BACKENDS
+from .backends.operators import ops
+
+
+def token_logprobs(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    valid_vocab: int | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = False,
+    inplace: bool = False,
+    validate: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax(transform(logits))[target], and optionally the entropy of that distribution.
+
+    transform: x·logit_scale, then softcap·tanh(x/softcap), then x/temperature. Both outputs are differentiable with
+    respect to the logits. [..., V] is read once forward; backward reads it once more and writes the gradient.
+
+    Args:
+        logits: [..., V] float32, bfloat16, float16 (float64 with the PyTorch path), any strides.
+        targets: [...] int32 or int64, token ids; ignore_index counts as masked.
+        temperature, softcap, logit_scale: > 0; softcap None: none.
+        valid_vocab: columns from here on are padding and not part of the distribution; None: all V are valid.
+        mask: [...] bool (or numbers, non-zero keeps); masked tokens give 0, gradient exactly 0, and may hold anything.
+        with_entropy: also return the entropy, in nats.
+        inplace: let the backward pass overwrite `logits` with their gradient. Only when nothing else reads them
+            afterwards (autograd raises where it would) and they need no copy to become 3-dimensional.
+        validate: check that targets are in range (a host synchronisation on accelerators). None: on the PyTorch path
+            only. Unchecked out-of-range targets give NaN on Triton.
+        backend: "auto", "torch" or "triton".
+
+    Returns:
+        logp [...] in float32 (float64 for float64 logits), or (logp, entropy). A target whose logit is -inf gives
+        -inf and no gradient.
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type, shape, device or range, named.
+        RuntimeError: a backend that was asked for and cannot run here.
+    """
+    checks.floating("logits", logits)
+    checks.integer("targets", targets)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"logits must be [..., V] with V >= 1, got {list(logits.shape)}")
+    lead, vocab = logits.shape[:-1], logits.shape[-1]
+    checks.same_shape("targets", targets, lead, "logits without the last dimension")
+    checks.same_device("targets", targets, logits.device, "logits")
+    if mask is not None:
+        mask = checks.as_mask("mask", mask, lead, logits.device, "targets")
+    if valid_vocab is not None and not 1 <= valid_vocab <= vocab:
+        raise ValueError(f"valid_vocab must lie in 1 .. V = {vocab}, got {valid_vocab}")
+    checks.one_of("backend", backend, BACKENDS)
+    scale, temperature = checks.positive("logit_scale", logit_scale), checks.positive("temperature", temperature)
+    if softcap is not None:
+        softcap = checks.positive("softcap", softcap)
+
+    rows, shape = _as_batch(logits, inplace), _batch_shape(lead)
+    logp, entropy, _, _ = ops.token_logprobs(
+        rows,
+        targets.reshape(shape),
+        None if mask is None else mask.reshape(shape),
+        scale,
+        softcap,
+        temperature,
+        vocab if valid_vocab is None else valid_vocab,
+        ignore_index,
+        with_entropy,
+        inplace,
+        validate,
+        backend,
+    )
+    if with_entropy:
+        return logp.reshape(lead), entropy.reshape(lead)
+    return logp.reshape(lead)
+
+
+def _batch_shape(lead: torch.Size) -> tuple[int, int]:
+    """[...] as [B, L]: slices like logits[:, :-1] keep their two strides and are never copied."""
+    if len(lead) == 0:
+        return 1, 1
+    if len(lead) == 1:
+        return 1, lead[0]
+    return lead[:-1].numel(), lead[-1]
+
+
+def _as_batch(logits: Tensor, inplace: bool) -> Tensor:
+    shape = (*_batch_shape(logits.shape[:-1]), logits.shape[-1])
+    if not inplace:
+        return logits.reshape(shape)
+    try:
+        return logits.view(shape)
+    except RuntimeError as error:
+        raise ValueError(
+            f"inplace=True needs logits that can be viewed as [B, L, V]; shape {list(logits.shape)} with strides "
+            f"{list(logits.stride())} would have to be copied"
+        ) from error
