@@ -93,10 +93,12 @@ class PolicyLossConfig:
         _number("entropy_coef", self.entropy_coef, lambda x: True, "a finite number")
         top = MAX_LOG_RATIO_CLAMP
         _number("log_ratio_clamp", self.log_ratio_clamp, lambda x: 0 < x <= top, f"in (0, {top:g}]")
-        for name, low in (("center_cap", 0), ("weight_cap", 0), ("dual_clip", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                _number(name, value, lambda x, low=low: x > low, f"> {low} or None")
+        if self.center_cap is not None:
+            _number("center_cap", self.center_cap, lambda x: x > 0, "> 0 or None")
+        if self.weight_cap is not None:
+            _number("weight_cap", self.weight_cap, lambda x: x > 0, "> 0 or None")
+        if self.dual_clip is not None:
+            _number("dual_clip", self.dual_clip, lambda x: x > 1, "> 1 or None")
         if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
             raise ValueError(f"horizon must be a positive int or None, got {self.horizon!r}")
 

@@ -1,0 +1,99 @@
+"""What the kernels share: safe elementary functions, launch helpers, and the description of an ahead-of-time compile.
+
+The elementary functions are built from exp2 and log alone: device libraries have better known ones (tanh, expm1,
+log1p), but the interpreter that tests these kernels on a CPU cannot call them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+"""The lowest finite float32: a running maximum that starts here never meets (-inf) - (-inf)."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exp(x):
+    return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 without its cancellation near 0: the rounding of u = exp(x) divides out in (u - 1)/log(u)."""
+    u = exp(x)
+    near = u == 1.0
+    far = (u - 1.0 == -1.0) | (u > 1e30)
+    quotient = (u - 1.0) * x / tl.log(tl.where(near | far, 2.0, u))
+    return tl.where(near, x, tl.where(far, u - 1.0, quotient))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= -1, by the same division as expm1."""
+    u = 1.0 + x
+    near = u == 1.0
+    return tl.where(near, x, tl.log(u) * x / tl.where(near, 1.0, u - 1.0))
+
+
+@triton.jit
+def tanh(x):
+    """Relative error below 3e-7 everywhere: by its series where 1 - exp(-2|x|) would cancel."""
+    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
+    return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def tanh_slope(x):
+    """1 - tanh(x)², without its cancellation for large |x|."""
+    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@functools.cache
+def warp_size() -> int:
+    """Threads of a warp on the current device; the interpreter has none, so any value serves there."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return 32
+    return triton.runtime.driver.active.get_current_target().warp_size
+
+
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if x.device.type == "cpu":
+        return nullcontext()
+    return torch.get_device_module(x.device).device(x.device)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile a kernel ahead of time, for compile_check.
+
+    Args:
+        name: what distinguishes it, for people.
+        signature: type of every runtime argument, as "*bf16", "i32", "fp32".
+        constants: value of every constexpr argument.
+        aligned: pointers and integers known to be multiples of 16 (bytes for pointers), as a launch would find.
+        num_warps: warps of 32 threads; halved by compile_check where a warp has 64.
+    """
+
+    name: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    kernel: Any = field(default=None, repr=False)
