@@ -35,9 +35,7 @@ class Segments:
         if self.turn_sequence is None:
             object.__setattr__(self, "num_sequences", self.num_turns)
         elif self.turn_sequence.shape != (self.num_turns,):
-            raise ValueError(
-                f"turn_sequence must be [T] = [{self.num_turns}], got {list(self.turn_sequence.shape)}"
-            )
+            raise ValueError(f"turn_sequence must be [T] = [{self.num_turns}], got {list(self.turn_sequence.shape)}")
         elif self.num_sequences < 1 and self.num_turns:
             raise ValueError(f"num_sequences must be given (>= 1) with turn_sequence, got {self.num_sequences}")
 

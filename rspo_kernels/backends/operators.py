@@ -93,9 +93,7 @@ def _check_targets(targets: Tensor, mask: Tensor | None, transform: LogitsTransf
         )
 
 
-def _token_logprobs_fake(
-    logits: Tensor, targets: Tensor, *args: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _token_logprobs_fake(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with_entropy = args[6]
     dtype = compute_dtype(logits.dtype)
     row = [logits.new_empty(targets.shape, dtype=dtype) for _ in range(4)]
@@ -130,9 +128,7 @@ def _token_logprobs_autograd(
     return (logits if ctx.inplace else grad, *nothing)
 
 
-def _token_logprobs_backward(
-    grad_logp: Tensor, grad_entropy: Tensor | None, logits: Tensor, *rest: Any
-) -> Tensor:
+def _token_logprobs_backward(grad_logp: Tensor, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> Tensor:
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _write_logits_gradient(grad_logp, grad_entropy, logits, *rest, out=out)
     return out

@@ -48,20 +48,22 @@ def token_logprobs_forward(
     buffer = _buffer(logits, dtype)
     for b, rows in _chunks(keep, logits.shape[-1]):
         scores = _scores(logits[b], rows, transform, buffer)
+        target = targets[b, rows].long().unsqueeze(-1)
+        impossible = scores.gather(-1, target).squeeze(-1) == -torch.inf
         high = scores.amax(-1)
         high = torch.where(high == -torch.inf, 0.0, high)
         scores.sub_(high.unsqueeze(-1))
         if inverse_t != 1.0:
             scores.mul_(inverse_t)
-        chosen = scores.gather(-1, targets[b, rows].long().unsqueeze(-1)).squeeze(-1)
+        chosen = scores.gather(-1, target).squeeze(-1)
         if with_entropy:
             exponents = scores.clamp(min=MIN_EXPONENT)
         weights = scores.exp_()
         total = weights.sum(-1)
         log_total = total.log()
-        finite = torch.finfo(dtype).min
-        value = torch.where(chosen == -torch.inf, -torch.inf, (chosen - log_total).clamp(min=finite))
-        logp[b, rows] = torch.where(total == 0, -torch.inf, value)
+        # A finite logit has a finite log-prob, even where the difference to the maximum overflows.
+        value = (chosen - log_total).clamp(min=torch.finfo(dtype).min)
+        logp[b, rows] = torch.where(impossible, -torch.inf, value)
         row_max[b, rows] = high
         log_sum[b, rows] = log_total
         if with_entropy:
@@ -118,7 +120,7 @@ def token_logprobs_backward(
             grad.add_(by_entropy)
         if slope is not None:
             grad.mul_(slope)
-        out[b, rows, :valid] = grad
+        out[b, rows, :valid] = grad.to(out.dtype)
     # Last, since out may be the logits.
     if not active.all():
         out.masked_fill_(~active.unsqueeze(-1), 0)

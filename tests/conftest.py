@@ -1,0 +1,36 @@
+"""Common ground of the tests: which places (device, backend) the kernels are tested in.
+
+Without a CUDA device the Triton kernels run in Triton's interpreter, which must be asked for before triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=40,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile("thorough", parent=settings.get_profile("default"), max_examples=1000, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+PLACES = [("cpu", "torch"), ("cuda", "torch"), ("cuda", "triton")]
+if not torch.cuda.is_available():
+    PLACES = [("cpu", "torch"), ("cpu", "triton")]
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: "-".join(place))
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """(device, backend) to run an op in."""
+    return request.param
