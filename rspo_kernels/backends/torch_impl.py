@@ -98,7 +98,7 @@ def token_logprobs_backward(
     buffer = _buffer(logits, compute_dtype(logits.dtype))
     for b, rows in _chunks(active, logits.shape[-1]):
         scores = _scores(logits[b], rows, transform, buffer)
-        slope = _softcap_slope(scores, transform)
+        slope = _softcap_slope(logits[b], rows, transform)
         scores.sub_(row_max[b, rows].unsqueeze(-1))
         if inverse_t != 1.0:
             scores.mul_(inverse_t)
@@ -169,11 +169,13 @@ def _factor(transform: LogitsTransform) -> float:
     return (transform.scale if transform.softcap is None else 1.0) / transform.temperature
 
 
-def _softcap_slope(scores: Tensor, transform: LogitsTransform) -> Tensor | None:
-    """d score / d logit, from the softcapped scores: scale·(1 - (score/cap)²)."""
+def _softcap_slope(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform) -> Tensor | None:
+    """d score / d logit = scale·(1 - tanh²(u)) = scale·4w/(1 + w)² with w = exp(-2|u|): no digits lost near the cap."""
     if transform.softcap is None:
         return None
-    return (scores / transform.softcap).square_().neg_().add_(1.0).mul_(transform.scale)
+    u = logits[rows, : transform.valid_vocab].to(compute_dtype(logits.dtype)) * (transform.scale / transform.softcap)
+    w = u.abs_().mul_(-2.0).exp_()
+    return w.mul(4.0 * transform.scale).div_(w.add_(1.0).square_())
 
 
 def policy_loss_forward(
