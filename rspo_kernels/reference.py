@@ -147,7 +147,8 @@ def policy_loss(
         count = keep.sum()
     else:
         assert sequence_ids is not None, "aggregation over sequences needs sequence_ids"
-        lengths = torch.zeros(int(sequence_ids.max()) + 1, dtype=logp.dtype).index_add(0, sequence_ids, keep)
+        sequence_ids = sequence_ids.unique(return_inverse=True)[1]
+        lengths = torch.zeros_like(keep).index_add(0, sequence_ids, keep)  # no more sequences than tokens
         count = (lengths > 0).sum()
         if config.aggregation == "seq-mean-token-mean":
             scale = scale / lengths.clamp(min=1)[sequence_ids]
