@@ -275,8 +275,8 @@ def test_gradient_accumulation_gives_the_gradient_of_the_whole_batch(place):
         for start, stop in ((0, 1), (1, 3), (3, 4), (4, 7)):
             part = call(slice(start, stop), count.to(device), parts)
             part.backward()
-            total += float(part)
-        assert total == pytest.approx(float(loss), rel=1e-5)
+            total += float(part.detach())
+        assert total == pytest.approx(float(loss.detach()), rel=1e-5)
         assert_close(aggregation, parts.grad, whole.grad, rtol=1e-6, atol=1e-9)
 
 

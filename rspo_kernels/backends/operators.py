@@ -136,6 +136,8 @@ def _token_logprobs_backward(grad_logp: Tensor, grad_entropy: Tensor | None, log
 
 def _token_logprobs_backward_(grad_logp: Tensor, grad_entropy: Tensor | None, logits: Tensor, *rest: Any) -> None:
     _write_logits_gradient(grad_logp, grad_entropy, logits, *rest, out=logits)
+    # A kernel's write is invisible to autograd, which must refuse to use the old logits afterwards.
+    torch.autograd.graph.increment_version(logits)
 
 
 def _write_logits_gradient(
