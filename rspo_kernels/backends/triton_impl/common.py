@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def f32(x):
+    """A scalar argument as float32: one that arrived as float64 would put 64-bit operations into the inner loop."""
+    return tl.full([], x, tl.float32)
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def log1p(x):
 @triton.jit
 def tanh(x):
     """Relative error below 3e-7 everywhere: by its series where 1 - exp(-2|x|) would cancel."""
-    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = (1.0 - e) / (1.0 + e)
     x2 = x * x
     near = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
@@ -60,16 +66,31 @@ def tanh(x):
 @triton.jit
 def tanh_slope(x):
     """1 - tanh(x)², without its cancellation for large |x|."""
-    e = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @functools.cache
-def warp_size() -> int:
-    """Threads of a warp on the current device; the interpreter has none, so any value serves there."""
+def current_target() -> tuple[str, int]:
+    """Backend ("cuda", "hip", ...) and warp size of the current device; the interpreter has neither."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return 32
-    return triton.runtime.driver.active.get_current_target().warp_size
+        return "interpreter", 32
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend, target.warp_size
+
+
+def compile_options(threads: int, backend: str, warp_size: int) -> dict[str, Any]:
+    """Options of a launch or an ahead-of-time compile with that many threads."""
+    options: dict[str, Any] = {"num_warps": max(1, threads // warp_size)}
+    if backend == "hip":
+        # exp2 is one instruction then; exact denormals cost five and the registers for their masks.
+        options["allow_flush_denorm"] = True
+    return options
+
+
+def launch_options(threads: int) -> dict[str, Any]:
+    """compile_options for the current device."""
+    return compile_options(threads, *current_target())
 
 
 def on_device(x: Tensor) -> AbstractContextManager[Any]:
@@ -84,16 +105,17 @@ class Variant:
     """One way to compile a kernel ahead of time, for compile_check.
 
     Args:
-        name: what distinguishes it, for people.
-        signature: type of every runtime argument, as "*bf16", "i32", "fp32".
+        kernel: the jit function.
+        name: what distinguishes the variant, for people.
+        types: type of every runtime argument, as "*bf16", "i32", "fp32"; all others are constexpr.
         constants: value of every constexpr argument.
-        aligned: pointers and integers known to be multiples of 16 (bytes for pointers), as a launch would find.
-        num_warps: warps of 32 threads; halved by compile_check where a warp has 64.
+        threads: size of the thread block.
+        aligned: pointers known to be multiples of 16 bytes, as a launch would find.
     """
 
+    kernel: Any
     name: str
-    signature: dict[str, str]
+    types: dict[str, str]
     constants: dict[str, Any]
+    threads: int
     aligned: tuple[str, ...] = ()
-    num_warps: int = 4
-    kernel: Any = field(default=None, repr=False)

@@ -1,0 +1,189 @@
+"""Compile every Triton kernel ahead of time, without a GPU, and show what the compilers made of it.
+
+    python -m rspo_kernels.compile_check [--target sm_90 ...] [--json FILE]
+
+For each kernel, variant and target: registers of a thread (vector registers on AMD), spills, static shared memory in
+bytes, and the widest load and store of global memory in bits. A spill or a failed compile is named at the end and
+makes the exit status 1. On AMD, scalar registers that overflow into vector registers cost no memory traffic and are
+not counted as spills.
+
+The Triton interpreter and its compiler cannot live in one process: with TRITON_INTERPRET set, the check starts itself
+again without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""Backend, architecture and warp size, as Triton names them."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one compile gave; `error` is set where it gave nothing. Sizes: registers, spills and shared in bytes."""
+
+    kernel: str
+    variant: str
+    target: str
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    load_bits: int = 0
+    store_bits: int = 0
+    error: str | None = None
+
+    @property
+    def fault(self) -> str | None:
+        """Why this result fails the check, if it does."""
+        name = f"{self.kernel} [{self.variant}] for {self.target}"
+        if self.error:
+            return f"{name}: {self.error}"
+        return f"{name}: spills {self.spills} bytes" if self.spills else None
+
+
+def variants() -> list[Any]:
+    """Every way in which the kernels are to be compiled, `triton_impl.common.Variant`s."""
+    from .backends.triton_impl import advantages, logprobs, policy_loss
+
+    return [v for module in (logprobs, policy_loss, advantages) for v in module.variants()]
+
+
+def compile_variant(index: int, target: str) -> Result:
+    """Compile variants()[index] for one target; runs in a worker process."""
+    variant = variants()[index]
+    name = variant.kernel.__name__
+    try:
+        compiled = _compile(variant, target)
+        usage = _amd_usage(compiled) if TARGETS[target][0] == "hip" else _nvidia_usage(compiled)
+    except Exception as error:  # whatever the compilers raise is this check's finding
+        return Result(name, variant.name, target, error=f"{type(error).__name__}: {error}")
+    registers, spills, load_bits, store_bits = usage
+    return Result(name, variant.name, target, registers, spills, compiled.metadata.shared, load_bits, store_bits)
+
+
+def _compile(variant: Any, target: str) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from .backends.triton_impl.common import compile_options
+
+    backend, architecture, warp_size = TARGETS[target]
+    names = variant.kernel.arg_names
+    constants = {name: value for name, value in variant.constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else variant.types[name] for name in names}
+    divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned if name in names}
+    return triton.compile(
+        ASTSource(variant.kernel, signature, constants, divisible),
+        target=GPUTarget(backend, architecture, warp_size),
+        options=compile_options(variant.threads, backend, warp_size),
+    )
+
+
+def _nvidia_usage(compiled: Any) -> tuple[int, int, int, int]:
+    """Registers, bytes spilled, widest load and store in bits."""
+    import triton.backends.nvidia
+
+    cuobjdump = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(cuobjdump), "--dump-resource-usage", file.name]
+        dump = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    # No kernel here has local arrays: what is on the stack was spilled.
+    registers, stack, local = (_number(dump, rf"\b{field}:(\d+)") for field in ("REG", "STACK", "LOCAL"))
+    return (
+        registers,
+        stack + local,
+        _widest(compiled.asm["ptx"], r"\bld\.global\S*?(?:\.v(\d))?\.[a-z]+(\d+)\b", 1),
+        _widest(compiled.asm["ptx"], r"\bst\.global\S*?(?:\.v(\d))?\.[a-z]+(\d+)\b", 1),
+    )
+
+
+def _amd_usage(compiled: Any) -> tuple[int, int, int, int]:
+    """Vector registers, bytes of them spilled, widest load and store in bits."""
+    text = compiled.asm["amdgcn"]
+    return (
+        _number(text, r"\.vgpr_count:\s+(\d+)"),
+        4 * _number(text, r"\.vgpr_spill_count:\s+(\d+)"),
+        _widest(text, r"\b(?:global|buffer)_load_dword(?:x(\d))?()", 32),
+        _widest(text, r"\b(?:global|buffer)_store_dword(?:x(\d))?()", 32),
+    )
+
+
+def _number(text: str, pattern: str) -> int:
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"the compiler's report has no {pattern!r}")
+    return int(match[1])
+
+
+def _widest(text: str, pattern: str, unit: int) -> int:
+    """Widest access among the matches of `pattern`, whose groups are vector length and bits (default `unit`)."""
+    return max((int(length or 1) * int(bits or unit) for length, bits in re.findall(pattern, text)), default=0)
+
+
+def check(targets: Sequence[str]) -> list[Result]:
+    """Compile everything for these targets, in one process per core."""
+    jobs = [(index, target) for target in targets for index in range(len(variants()))]
+    workers = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compile_variant, *zip(*jobs, strict=True)))
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as text, a line each."""
+    header = ("kernel", "variant", "target", "registers", "spills", "shared", "load", "store")
+    rows = [header]
+    for r in results:
+        numbers = (r.registers, r.spills, r.shared, r.load_bits, r.store_bits)
+        rows.append((r.kernel, r.variant, r.target, *(("failed",) * 5 if r.error else map(str, numbers))))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = (str.ljust,) * 3 + (str.rjust,) * 5
+    return "\n".join("  ".join(map(lambda cell, width, pad: pad(cell, width), row, widths, sides)) for row in rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m rspo_kernels.compile_check", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    options = parser.parse_args(arguments)
+    if find_spec("triton") is None:
+        print("compile_check needs triton, which is not installed (pip install triton; Linux only)", file=sys.stderr)
+        return 2
+    if os.environ.pop("TRITON_INTERPRET", None):
+        passed_on = sys.argv[1:] if arguments is None else arguments
+        return subprocess.run([sys.executable, "-m", "rspo_kernels.compile_check", *passed_on]).returncode
+
+    results = check(options.target)
+    print(table(results))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
+    faults = [fault for r in results if (fault := r.fault)]
+    print(f"\n{len(results)} compiles, {len(faults)} faults")
+    for fault in faults:
+        print(fault)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
