@@ -9,11 +9,27 @@ from typing import Any
 
 from .checks import one_of
 
-LOSSES = ("grpo", "ppo")
+CLIPPED_LOSSES = ("grpo", "ppo", "dapo", "dr_grpo", "gspo")
+LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo")
 CLIP_CENTERS = ("shift", "none", "relative")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-RATIO_LEVELS = ("token",)
+RATIO_LEVELS = ("token", "turn", "sequence", "set")
+RATIO_REDUCTIONS = ("mean", "sum")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+DEFAULTS = {"clip_low": 0.2, "clip_high": 0.2, "ratio_level": "token", "aggregation": "token-mean"}
+DEFAULTS_BY_LOSS: dict[str, dict[str, Any]] = {
+    "dapo": {"clip_high": 0.28},
+    "dr_grpo": {"aggregation": "seq-mean-token-sum-norm"},
+    "gspo": {
+        "clip_low": 3e-4, "clip_high": 4e-4, "ratio_level": "sequence", "aggregation": "seq-mean-token-mean",
+    },
+    "sapo": {"aggregation": "seq-mean-token-mean"},
+}  # fmt: skip
+"""What the papers of these losses use; a field that is given is never changed."""
+
+_BY_LOSS: Any = None
+"""Default of the fields that depend on the loss."""
 
 STATS = (
     "num_tokens", "clip_frac_low", "clip_frac_high", "clip_frac_dual", "approx_kl_k1", "approx_kl_k3", "kl_ref",
@@ -22,8 +38,9 @@ STATS = (
 """Statistics that the loss makes in the same pass, in the order in which the operators return them.
 
 Fractions and means are over unmasked tokens (0 where there are none). clip_frac_*: tokens whose gradient the lower,
-upper or dual bound removed; approx_kl_k1 = mean(old - logp) and approx_kl_k3: KL(old, policy); kl_ref: the configured
-estimator; ess: effective sample size of the ratios as a share of the tokens, (Σr)²/(n·Σr²)."""
+upper or dual bound removed ("cispo": whose weight it bounded); approx_kl_k1 = mean(old - logp) and approx_kl_k3:
+KL(old, policy); kl_ref: the configured estimator; ratio_*, center_*: those of each token's segment; ess: effective
+sample size of the ratios as a share of the tokens, (Σr)²/(n·Σr²)."""
 
 KL_CLAMP = 10.0
 """Bound on |ref_logp - logp| before it enters any KL estimator."""
@@ -37,12 +54,16 @@ class PolicyLossConfig:
     """The policy loss of one token (RSPO paper, eq. 1, 2 and 4), with ratio r and clip centre c:
 
         r = exp(logp - behavior_logp),  c = exp(old_logp - behavior_logp)
-        J = min(r·A, clip(r, lower, upper)·A)
+        J = min(r·A, clip(r, lower, upper)·A)          "grpo", "ppo", "dapo", "dr_grpo", "gspo"
+        J = stop_gradient(clip(r, lower, upper))·A·logp         "cispo"
+        J = 4/τ·sigmoid(τ·(r - centre))·A                       "sapo", with τ by the sign of A
         loss = -J + kl_coef·KL - entropy_coef·entropy
 
     Args:
-        loss: "grpo" or "ppo": the clipped surrogate above (the two differ in their advantages only).
-        clip_low, clip_high: ε below and above the centre, >= 0.
+        loss: the form of J. The five names of the clipped surrogate differ in the defaults of the fields below:
+            dapo clips higher (0.28), dr_grpo aggregates by "seq-mean-token-sum-norm", gspo takes one ratio for a
+            sequence (ε 3e-4 and 4e-4, "seq-mean-token-mean", as sapo does too).
+        clip_low, clip_high: ε below and above the centre, >= 0; 0.2 unless the loss says otherwise.
         clip_center: the interval. "shift" (the paper): c - clip_low .. c + clip_high; "none": around 1;
             "relative": c·(1 - clip_low) .. c·(1 + clip_high).
         center_cap: replace c by min(c, center_cap) in the interval, > 0. None: no cap.
@@ -53,7 +74,11 @@ class PolicyLossConfig:
         kl_estimator: with d = ref_logp - logp clamped to ±10: "k1" = -d, "k2" = d²/2, "k3" = exp(d) - d - 1.
         kl_weighted: multiply the KL estimate by r (unbiased gradient for off-policy tokens); r is differentiated too.
         entropy_coef: weight of the entropy bonus; needs `entropy` when not 0.
-        ratio_level: "token": one ratio and one clip decision for each token.
+        ratio_level: what shares one ratio and one clip decision: each "token", the tokens of a "turn", of a
+            "sequence" (GSPO), or of a "set" of sequences (SRPO).
+        ratio_reduction: log-ratio of a turn or sequence as the "mean" over its tokens or as their "sum"; that of a
+            set is the mean over its sequences.
+        sapo_tau_positive, sapo_tau_negative: temperatures of "sapo" for A > 0 and A <= 0, > 0.
         aggregation: "token-mean", or over sequences "seq-mean-token-sum", "seq-mean-token-mean",
             "seq-mean-token-sum-norm" (Dr. GRPO: the sum divided by `horizon`).
         horizon: tokens that a sequence's sum is divided by under "seq-mean-token-sum-norm"; defaults to the
@@ -65,8 +90,8 @@ class PolicyLossConfig:
     """
 
     loss: str = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = _BY_LOSS
+    clip_high: float = _BY_LOSS
     clip_center: str = "shift"
     center_cap: float | None = None
     weight_cap: float | None = None
@@ -76,16 +101,25 @@ class PolicyLossConfig:
     kl_estimator: str = "k3"
     kl_weighted: bool = False
     entropy_coef: float = 0.0
-    ratio_level: str = "token"
-    aggregation: str = "token-mean"
+    ratio_level: str = _BY_LOSS
+    ratio_reduction: str = "mean"
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+    aggregation: str = _BY_LOSS
     horizon: int | None = None
     log_ratio_clamp: float = 20.0
 
     def __post_init__(self) -> None:
         one_of("loss", self.loss, LOSSES)
+        for name, value in (DEFAULTS | DEFAULTS_BY_LOSS.get(self.loss, {})).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         one_of("clip_center", self.clip_center, CLIP_CENTERS)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         one_of("ratio_level", self.ratio_level, RATIO_LEVELS)
+        one_of("ratio_reduction", self.ratio_reduction, RATIO_REDUCTIONS)
+        if self.loss == "gspo" and self.ratio_level == "token":
+            raise ValueError("ratio_level must be 'turn', 'sequence' or 'set' with loss 'gspo', got 'token'")
         one_of("aggregation", self.aggregation, AGGREGATIONS)
         _number("clip_low", self.clip_low, lambda x: x >= 0, ">= 0")
         _number("clip_high", self.clip_high, lambda x: x >= 0, ">= 0")
@@ -93,6 +127,12 @@ class PolicyLossConfig:
         _number("entropy_coef", self.entropy_coef, lambda x: True, "a finite number")
         top = MAX_LOG_RATIO_CLAMP
         _number("log_ratio_clamp", self.log_ratio_clamp, lambda x: 0 < x <= top, f"in (0, {top:g}]")
+        _number("sapo_tau_positive", self.sapo_tau_positive, lambda x: x > 0, "> 0")
+        _number("sapo_tau_negative", self.sapo_tau_negative, lambda x: x > 0, "> 0")
+        if self.dual_clip is not None and self.loss not in CLIPPED_LOSSES:
+            raise ValueError(
+                f"dual_clip must be None with loss {self.loss!r}, which clips nothing, got {self.dual_clip}"
+            )
         if self.center_cap is not None:
             _number("center_cap", self.center_cap, lambda x: x > 0, "> 0 or None")
         if self.weight_cap is not None:

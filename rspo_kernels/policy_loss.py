@@ -7,8 +7,9 @@ from torch import Tensor
 
 from . import checks
 from .backends import BACKENDS
+from .backends.common import compute_dtype
 from .backends.operators import config_arguments, ops
-from .config import STATS, PolicyLossConfig
+from .config import RATIO_LEVELS, STATS, PolicyLossConfig
 from .segments import Segments
 
 DEFAULT_CONFIG = PolicyLossConfig()
@@ -26,6 +27,7 @@ def policy_loss(
     ref_logp: Tensor | None = None,
     entropy: Tensor | None = None,
     segments: Segments | None = None,
+    advantage_level: str | None = None,
     config: PolicyLossConfig = DEFAULT_CONFIG,
     backend: str = "auto",
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,7 +41,7 @@ def policy_loss(
 
     Args:
         logp: [N] packed or [B, L] padded, log-probs under the current policy.
-        advantages: of the shape of logp; or [B] for padded inputs; or one for each turn or sequence of `segments`.
+        advantages: of the shape of logp; or [B] for padded inputs; or one for each turn, sequence or set of `segments`.
         mask: of the shape of logp, bool or numbers (non-zero keeps). Masked tokens contribute exactly nothing and may
             hold anything.
         weights: of the shape of logp, factor of each token's loss, e.g. the mixture weights (1 - α)/n_on and α/n_off.
@@ -50,7 +52,9 @@ def policy_loss(
         behavior_logp: of the shape of logp, log-probs under the generating policy. None: equal to old_logp.
         ref_logp: of the shape of logp, log-probs under the reference policy; required when config.kl_coef > 0.
         entropy: of the shape of logp, differentiable; required when config.entropy_coef is not 0.
-        segments: turns and sequences of packed tokens; [B, L] inputs have one sequence for each row.
+        segments: turns, sequences and sets of packed tokens; [B, L] inputs have one sequence for each row.
+        advantage_level: "token", "turn", "sequence" or "set", what there is one advantage for. None: read off the
+            number of advantages, where several levels have it the coarsest.
         config: what loss.
         backend: "auto", "torch" or "triton".
 
@@ -77,7 +81,8 @@ def policy_loss(
     if mask is not None:
         mask = checks.as_mask("mask", mask, logp.shape, logp.device, "logp").reshape(-1)
     weights = _per_token("weights", weights, logp)
-    advantages, index = _advantages(advantages, logp, segments)
+    advantages, index = _advantages(advantages, logp, segments, advantage_level)
+    ratio_index, share, ratio_count = _ratio_segments(logp, mask, segments, config)
 
     weights, count = _aggregate(logp, mask, weights, segments, config)
     loss_sum, _, _, stats = ops.policy_loss(
@@ -87,6 +92,9 @@ def policy_loss(
         mask,
         weights,
         *flat.values(),
+        ratio_index,
+        share,
+        ratio_count,
         **config_arguments(config),
         backend=backend,
     )
@@ -110,31 +118,66 @@ def _per_token(name: str, x: Tensor | None, logp: Tensor) -> Tensor | None:
     return x if name == "entropy" else x.detach()
 
 
-def _advantages(advantages: Tensor, logp: Tensor, segments: Segments | None) -> tuple[Tensor, Tensor | None]:
+def _advantages(
+    advantages: Tensor, logp: Tensor, segments: Segments | None, level: str | None
+) -> tuple[Tensor, Tensor | None]:
     """Flat advantages and, where they are not one for each token, the entry of each token."""
     checks.floating("advantages", advantages)
     checks.same_device("advantages", advantages, logp.device, "logp")
+    checks.one_of("advantage_level", level, (None, *RATIO_LEVELS))
     advantages = advantages.detach()
-    if advantages.shape == logp.shape:
-        return advantages.reshape(-1), None
+    allowed = {"token": tuple(logp.shape)}
     if logp.dim() == 2:
-        if advantages.shape != logp.shape[:1]:
-            raise ValueError(
-                f"advantages must be [B, L] = {list(logp.shape)} or [B] = [{logp.shape[0]}], "
-                f"got {list(advantages.shape)}"
-            )
-        return advantages, _row_of_token(logp)
-    if segments is not None and advantages.dim() == 1:
+        allowed["sequence"] = (logp.shape[0],)
+    elif segments is not None:
         _check_segments(segments, logp)
-        # Equal counts mean one turn in each sequence: the sequence's order is the one asked for.
-        if advantages.numel() == segments.num_sequences:
-            return advantages, segments.token_sequence
-        if advantages.numel() == segments.num_turns:
-            return advantages, segments.token_turn
-    counts = f"[N] = {list(logp.shape)}"
+        allowed |= {"turn": (segments.num_turns,), "sequence": (segments.num_sequences,), "set": (segments.num_sets,)}
+    fitting = [name for name, shape in allowed.items() if tuple(advantages.shape) == shape and level in (None, name)]
+    if not fitting:
+        shapes = ", ".join(f"{list(shape)} ({name})" for name, shape in allowed.items() if level in (None, name))
+        raise ValueError(
+            f"advantages must be {shapes or f'given by {level} of segments'}, got {list(advantages.shape)}"
+        )
+    if fitting[0] == "token":
+        return advantages.reshape(-1), None
+    if segments is None:
+        return advantages, _row_of_token(logp)
+    return advantages, segments.level(fitting[-1])[0]
+
+
+def _ratio_segments(
+    logp: Tensor, mask: Tensor | None, segments: Segments | None, config: PolicyLossConfig
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Segment of each token [N], its share of that segment's log-ratio [N], and the number of segments."""
+    if config.ratio_level == "token":
+        return None, None, 0
+    members = "turn" if config.ratio_level == "turn" else "sequence"
     if segments is not None:
-        counts += f", turns [{segments.num_turns}] or sequences [{segments.num_sequences}]"
-    raise ValueError(f"advantages must be {counts}, got {list(advantages.shape)}")
+        _check_segments(segments, logp)
+        member, num_members = segments.level(members)
+    elif logp.dim() == 2 and config.ratio_level == "sequence":
+        member, num_members = _row_of_token(logp), logp.shape[0]
+    else:
+        raise ValueError(f"segments must be given with config.ratio_level = {config.ratio_level!r}, got None")
+    kept = _kept(logp, mask)
+    sizes = kept.new_zeros(num_members).index_add(0, member, kept)
+    share = kept / sizes.clamp(min=1)[member] if config.ratio_reduction == "mean" else kept
+    if config.ratio_level != "set":
+        return member, share, num_members
+    assert segments is not None
+    sets = (
+        segments.sequence_set.long()
+        if segments.sequence_set is not None
+        else torch.arange(num_members, device=logp.device)
+    )
+    present = kept.new_zeros(segments.num_sets).index_add(0, sets, (sizes > 0).to(kept.dtype))
+    return segments.token_set, share / present.clamp(min=1)[segments.token_set], segments.num_sets
+
+
+def _kept(logp: Tensor, mask: Tensor | None) -> Tensor:
+    """1 for unmasked tokens and 0 for masked ones, float [N]."""
+    dtype = compute_dtype(logp.dtype)
+    return torch.ones(logp.numel(), dtype=dtype, device=logp.device) if mask is None else mask.to(dtype)
 
 
 def _aggregate(
@@ -151,10 +194,9 @@ def _aggregate(
     else:
         raise ValueError(f"segments must be given for packed tokens with aggregation {config.aggregation!r}, got None")
 
-    dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
-    kept = torch.ones(logp.numel(), dtype=dtype, device=logp.device) if mask is None else mask.to(dtype)
-    lengths = torch.zeros(num_sequences, dtype=dtype, device=logp.device).index_add(0, sequence, kept)
-    scale = torch.ones_like(kept) if weights is None else weights.to(dtype)
+    kept = _kept(logp, mask)
+    lengths = kept.new_zeros(num_sequences).index_add(0, sequence, kept)
+    scale = torch.ones_like(kept) if weights is None else weights.to(kept.dtype)
     if config.aggregation == "seq-mean-token-mean":
         scale = scale / lengths.clamp(min=1)[sequence]
     elif config.aggregation == "seq-mean-token-sum-norm":

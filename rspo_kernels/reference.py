@@ -59,8 +59,13 @@ def policy_loss_terms(
     behavior_logp: Tensor | None = None,
     ref_logp: Tensor | None = None,
     entropy: Tensor | None = None,
+    member_ids: Tensor | None = None,
+    set_ids: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Loss and statistics of each token, all [N]; every entry is 0 where masked, `loss` carries the graph."""
+    """Loss and statistics of each token, all [N]; every entry is 0 where masked, `loss` carries the graph.
+
+    member_ids [N] (turn or sequence of each token) and set_ids [N] say which tokens share a ratio.
+    """
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask != 0
 
     def clean(x: Tensor) -> Tensor:
@@ -74,8 +79,13 @@ def policy_loss_terms(
     adv = torch.where(keep, advantages, 0.0)
 
     clamp = config.log_ratio_clamp
-    log_r = (logp - behavior).clamp(-clamp, clamp)
-    log_c = (old - behavior).clamp(-clamp, clamp)
+    log_r, log_c = logp - behavior, old - behavior
+    if config.ratio_level != "token":
+        assert member_ids is not None
+        log_r = shared_log_ratio(log_r, keep, member_ids, set_ids, config.ratio_reduction)
+        log_c = shared_log_ratio(log_c, keep, member_ids, set_ids, config.ratio_reduction)
+    on_policy = log_c == 0
+    log_r, log_c = log_r.clamp(-clamp, clamp), log_c.clamp(-clamp, clamp)
     ratio, center = log_r.exp(), log_c.exp()
 
     bounded = center if config.center_cap is None else center.clamp(max=config.center_cap)
@@ -87,18 +97,27 @@ def policy_loss_terms(
         pivot = torch.ones_like(bounded)
         lower, upper = pivot - config.clip_low, pivot + config.clip_high
 
-    # min(ratio·A, clip(ratio, lower, upper)·A), written so that the gradient at the bounds is plain too.
-    clip_low = (adv < 0) & (ratio < lower)
-    clip_high = (adv > 0) & (ratio > upper)
-    objective = torch.where(clip_low, lower, torch.where(clip_high, upper, ratio)) * adv
     dual = torch.zeros_like(keep)
-    if config.dual_clip is not None:
-        dual = (adv < 0) & (ratio > config.dual_clip * pivot)
-        if not config.dual_clip_replay:
-            dual = dual & (old == behavior)
-        objective = torch.where(dual, config.dual_clip * pivot * adv, objective)
+    if config.loss == "sapo":
+        tau = torch.where(adv > 0, config.sapo_tau_positive, config.sapo_tau_negative)
+        clip_low = clip_high = dual
+        objective = 4 / tau * torch.sigmoid(tau * (ratio - pivot)) * adv
+    elif config.loss == "cispo":
+        clip_low, clip_high = ratio < lower, ratio > upper
+        weight = torch.maximum(torch.minimum(ratio, upper), lower).detach()
+        objective = torch.where(logp > LOWEST, weight * adv * logp, 0.0)
+    else:
+        # min(ratio·A, clip(ratio, lower, upper)·A), written so that the gradient at the bounds is plain too.
+        clip_low = (adv < 0) & (ratio < lower)
+        clip_high = (adv > 0) & (ratio > upper)
+        objective = torch.where(clip_low, lower, torch.where(clip_high, upper, ratio)) * adv
+        if config.dual_clip is not None:
+            dual = (adv < 0) & (ratio > config.dual_clip * pivot)
+            if not config.dual_clip_replay:
+                dual = dual & on_policy
+            objective = torch.where(dual, config.dual_clip * pivot * adv, objective)
     if config.weight_cap is not None:
-        objective = objective * (center.clamp(max=config.weight_cap) / center)
+        objective = objective * (center.clamp(max=config.weight_cap) / center).detach()
     loss = -objective
 
     kl_ref = torch.zeros_like(loss)
@@ -125,6 +144,18 @@ def policy_loss_terms(
         "center": center,
     }
     return {name: torch.where(keep, x, 0.0) for name, x in terms.items()}
+
+
+def shared_log_ratio(gap: Tensor, keep: Tensor, member_ids: Tensor, set_ids: Tensor | None, reduction: str) -> Tensor:
+    """Log-ratio of each token's segment: mean or sum over a member's kept tokens, mean over the members of a set."""
+    out = 0 * gap
+    top = member_ids if set_ids is None else set_ids
+    for segment in top[keep].unique():
+        inside = keep & (top == segment)
+        members = [gap[inside & (member_ids == m)] for m in member_ids[inside].unique()]
+        values = torch.stack([x.mean() if reduction == "mean" else x.sum() for x in members])
+        out = torch.where(top == segment, values.mean(), out)
+    return out
 
 
 def policy_loss(
@@ -174,7 +205,7 @@ def policy_loss(
         "ratio_max": ratio.max() if ratio.numel() else n * 0,
         "center_mean": center.sum() / n,
         "center_max": center.max() if center.numel() else n * 0,
-        "ess": ratio.sum() ** 2 / (n * (ratio**2).sum()).clamp(min=1e-30),
+        "ess": ratio.sum() ** 2 / (n * (ratio**2).sum()).clamp(min=torch.finfo(n.dtype).tiny),
     }
     return loss, stats
 

@@ -1,4 +1,4 @@
-"""Segments: the ragged structure of packed tokens, token -> turn -> sequence (trajectory)."""
+"""Segments: the ragged structure of packed tokens, token -> turn -> sequence (trajectory) -> set."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Segments:
-    """Packed tokens [N] as consecutive turns, each turn belonging to a sequence.
+    """Packed tokens [N] as consecutive turns, each turn belonging to a sequence, each sequence to a set.
 
-    Turns are runs of consecutive tokens; the turns of one sequence may stand anywhere, as after shuffling.
+    Turns are runs of consecutive tokens; the turns of one sequence may stand anywhere, as after shuffling, but in
+    their order. A set holds the sequences that act as one (SRPO: the outputs of several agents).
 
     Args:
         cu_turns: int [T + 1], offsets of the turns, cu_turns[0] = 0 and cu_turns[T] = N, non-decreasing.
         turn_sequence: int [T], the sequence of each turn in 0 .. num_sequences - 1; None: each turn is a sequence.
         num_sequences: number of sequences; needed with turn_sequence.
+        sequence_set: int [num_sequences], the set of each sequence in 0 .. num_sets - 1; None: each is a set.
+        num_sets: number of sets; needed with sequence_set.
 
     Make one with `Segments.from_lengths`, which checks its input.
     """
@@ -26,6 +29,8 @@ class Segments:
     cu_turns: Tensor
     turn_sequence: Tensor | None = None
     num_sequences: int = 0
+    sequence_set: Tensor | None = None
+    num_sets: int = 0
 
     def __post_init__(self) -> None:
         if self.cu_turns.dim() != 1 or self.cu_turns.numel() < 1 or self.cu_turns.is_floating_point():
@@ -38,12 +43,22 @@ class Segments:
             raise ValueError(f"turn_sequence must be [T] = [{self.num_turns}], got {list(self.turn_sequence.shape)}")
         elif self.num_sequences < 1 and self.num_turns:
             raise ValueError(f"num_sequences must be given (>= 1) with turn_sequence, got {self.num_sequences}")
+        if self.sequence_set is None:
+            object.__setattr__(self, "num_sets", self.num_sequences)
+        elif self.sequence_set.shape != (self.num_sequences,):
+            raise ValueError(
+                f"sequence_set must be [num_sequences] = [{self.num_sequences}], got {list(self.sequence_set.shape)}"
+            )
+        elif self.num_sets < 1 and self.num_sequences:
+            raise ValueError(f"num_sets must be given (>= 1) with sequence_set, got {self.num_sets}")
 
     @classmethod
-    def from_lengths(cls, lengths: Tensor, turn_sequence: Tensor | None = None) -> Segments:
-        """Segments of turns of the given lengths, int [T]; turn_sequence int [T] names each turn's sequence.
+    def from_lengths(
+        cls, lengths: Tensor, turn_sequence: Tensor | None = None, sequence_set: Tensor | None = None
+    ) -> Segments:
+        """Segments of turns of the given lengths, int [T]; turn_sequence int [T]; sequence_set int [sequences].
 
-        Reads both on the host to check them: raises ValueError for negative lengths or sequence ids.
+        Reads them on the host to check them: raises ValueError for negative lengths or ids.
         """
         if lengths.dim() != 1 or lengths.is_floating_point():
             raise ValueError(f"lengths must be an integer tensor [T], got {lengths.dtype} {list(lengths.shape)}")
@@ -51,12 +66,8 @@ class Segments:
             raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
         cu_turns = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
         torch.cumsum(lengths, 0, out=cu_turns[1:])
-        if turn_sequence is None:
-            return cls(cu_turns)
-        if turn_sequence.numel() and int(turn_sequence.min()) < 0:
-            raise ValueError(f"turn_sequence must be >= 0, got {int(turn_sequence.min())}")
-        num_sequences = int(turn_sequence.max()) + 1 if turn_sequence.numel() else 0
-        return cls(cu_turns, turn_sequence.long(), num_sequences)
+        num_sequences, num_sets = _count("turn_sequence", turn_sequence), _count("sequence_set", sequence_set)
+        return cls(cu_turns, turn_sequence, num_sequences, sequence_set, num_sets)
 
     @property
     def num_turns(self) -> int:
@@ -80,3 +91,27 @@ class Segments:
         if self.turn_sequence is None:
             return self.token_turn
         return self.turn_sequence.long()[self.token_turn]
+
+    @cached_property
+    def token_set(self) -> Tensor:
+        """Set of each token, int64 [N]."""
+        if self.sequence_set is None:
+            return self.token_sequence
+        return self.sequence_set.long()[self.token_sequence]
+
+    def level(self, name: str) -> tuple[Tensor, int]:
+        """Segment of each token, int64 [N], and the number of segments, at level "turn", "sequence" or "set"."""
+        return {
+            "turn": lambda: (self.token_turn, self.num_turns),
+            "sequence": lambda: (self.token_sequence, self.num_sequences),
+            "set": lambda: (self.token_set, self.num_sets),
+        }[name]()
+
+
+def _count(name: str, ids: Tensor | None) -> int:
+    """One more than the largest id; 0 for None."""
+    if ids is None or ids.numel() == 0:
+        return 0
+    if int(ids.min()) < 0:
+        raise ValueError(f"{name} must be >= 0, got {int(ids.min())}")
+    return int(ids.max()) + 1

@@ -15,26 +15,32 @@ from rspo_kernels import STATS, PolicyLossConfig, Segments, policy_loss, referen
 LOG_PROBS = ("logp", "old_logp", "behavior_logp", "ref_logp")
 
 
-def configs() -> st.SearchStrategy[PolicyLossConfig]:
+@st.composite
+def configs(draw: st.DrawFn) -> PolicyLossConfig:
     """Every option of the loss, in every combination."""
-    return st.builds(
-        PolicyLossConfig,
-        clip_low=st.sampled_from([0.0, 0.2, 0.9]),
-        clip_high=st.sampled_from([0.0, 0.2, 0.28, 3.0]),
-        clip_center=st.sampled_from(["shift", "none", "relative"]),
-        center_cap=st.sampled_from([None, 1.0, 0.5]),
-        weight_cap=st.sampled_from([None, 1.0, 2.0]),
-        dual_clip=st.sampled_from([None, 3.0, 1.1]),
-        dual_clip_replay=st.booleans(),
-        kl_coef=st.sampled_from([0.0, 0.01, 1.0]),
-        kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
-        kl_weighted=st.booleans(),
-        entropy_coef=st.sampled_from([0.0, 0.001, -0.5]),
-        aggregation=st.sampled_from(
-            ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+    loss = draw(st.sampled_from(["grpo", "grpo", "grpo", "ppo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]))
+    levels = ["turn", "sequence", "set"] if loss == "gspo" else ["token", "token", "turn", "sequence", "set"]
+    return PolicyLossConfig(
+        loss=loss,
+        clip_low=draw(st.sampled_from([0.0, 0.2, 0.9])),
+        clip_high=draw(st.sampled_from([0.0, 0.2, 0.28, 3.0])),
+        clip_center=draw(st.sampled_from(["shift", "none", "relative"])),
+        center_cap=draw(st.sampled_from([None, 1.0, 0.5])),
+        weight_cap=draw(st.sampled_from([None, 1.0, 2.0])),
+        dual_clip=None if loss in ("cispo", "sapo") else draw(st.sampled_from([None, 3.0, 1.1])),
+        dual_clip_replay=draw(st.booleans()),
+        kl_coef=draw(st.sampled_from([0.0, 0.01, 1.0])),
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
+        kl_weighted=draw(st.booleans()),
+        entropy_coef=draw(st.sampled_from([0.0, 0.001, -0.5])),
+        ratio_level=draw(st.sampled_from(levels)),
+        ratio_reduction=draw(st.sampled_from(["mean", "sum"])),
+        sapo_tau_positive=draw(st.sampled_from([1.0, 0.5])),
+        aggregation=draw(
+            st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
         ),
-        horizon=st.just(7),
-        log_ratio_clamp=st.sampled_from([20.0, 1.0]),
+        horizon=7,
+        log_ratio_clamp=draw(st.sampled_from([20.0, 1.0])),
     )
 
 
@@ -44,7 +50,10 @@ def problems(draw: st.DrawFn) -> dict:
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     config = draw(configs())
     lengths = torch.tensor(draw(st.lists(st.integers(0, 9), min_size=1, max_size=6)))
-    n = int(lengths.sum())
+    turns, n = len(lengths), int(lengths.sum())
+    turn_sequence = torch.randint(0, turns, (turns,), generator=rng)
+    sequence_set = torch.randint(0, 3, (int(turn_sequence.max()) + 1,), generator=rng)
+    segments = Segments.from_lengths(lengths, turn_sequence, sequence_set)
     spread = draw(st.sampled_from([0.0, 1e-4, 0.3, 5.0, 60.0]))
     base = -torch.rand(n, generator=rng) * 5
     tensors = {"logp": base}
@@ -54,7 +63,9 @@ def problems(draw: st.DrawFn) -> dict:
     for name in optional:
         tensors[name] = base + torch.randn(n, generator=rng) * spread
     if draw(st.booleans()):
-        for name in list(tensors):
+        # Where tokens share a ratio, impossible tokens of both signs have no sum that two orders agree on.
+        impossible = list(tensors) if config.ratio_level == "token" else ["logp"]
+        for name in impossible:
             tensors[name] = tensors[name].masked_fill(torch.rand(n, generator=rng) < 0.3, -torch.inf)
     if config.entropy_coef != 0 or draw(st.booleans()):
         tensors["entropy"] = torch.rand(n, generator=rng) * 3
@@ -67,36 +78,52 @@ def problems(draw: st.DrawFn) -> dict:
         mask = torch.rand(n, generator=rng) < draw(st.sampled_from([0.0, 0.5]))
         tensors = {name: x.masked_fill(~mask, torch.nan) for name, x in tensors.items()}
         tensors["mask"] = mask
-    return {"config": config, "lengths": lengths, "tensors": tensors, "upstream": draw(st.sampled_from([1.0, -3.0]))}
+    upstream = draw(st.sampled_from([1.0, -3.0]))
+    return {"config": config, "segments": segments, "tensors": tensors, "upstream": upstream}
 
 
 def run_op(problem, device, backend):
     tensors = {name: x.to(device) for name, x in problem["tensors"].items()}
     leaves = {name: tensors[name].requires_grad_() for name in ("logp", "entropy") if name in tensors}
-    segments = Segments.from_lengths(problem["lengths"].to(device))
+    ids = (problem["segments"].cu_turns.diff(), problem["segments"].turn_sequence, problem["segments"].sequence_set)
+    segments = Segments.from_lengths(*(x.to(device) for x in ids))
     loss, stats = policy_loss(**tensors, segments=segments, config=problem["config"], backend=backend)
     (loss * problem["upstream"]).backward()
     return loss, stats, {name: x.grad for name, x in leaves.items()}
 
 
+def ratio_ids(problem) -> dict:
+    """What shares a ratio, in the reference's words."""
+    segments, level = problem["segments"], problem["config"].ratio_level
+    member_ids = segments.token_turn if level == "turn" else segments.token_sequence
+    return {"member_ids": member_ids, "set_ids": segments.token_set if level == "set" else None}
+
+
 def run_reference(problem):
     tensors = {name: x if x.dtype == torch.bool else x.double().detach() for name, x in problem["tensors"].items()}
     leaves = {name: tensors[name].requires_grad_() for name in ("logp", "entropy") if name in tensors}
-    segments = Segments.from_lengths(problem["lengths"])
-    loss, stats = reference.policy_loss(**tensors, sequence_ids=segments.token_sequence, config=problem["config"])
+    loss, stats = reference.policy_loss(
+        **tensors, **ratio_ids(problem), sequence_ids=problem["segments"].token_sequence, config=problem["config"]
+    )
     (loss * problem["upstream"]).backward()
     return loss, stats, {name: x.grad for name, x in leaves.items()}
 
 
 def near_a_decision(problem) -> torch.Tensor:
     """Tokens whose ratio lies within float32's rounding of a bound, where either side of a decision is right."""
-    config, tensors = problem["config"], {k: v.double() for k, v in problem["tensors"].items() if k in LOG_PROBS}
-    new = tensors["logp"].clamp(min=-1e30)
-    old = tensors.get("old_logp", new).clamp(min=-1e30)
-    behavior = tensors.get("behavior_logp", old).clamp(min=-1e30)
-    gap = new - behavior
-    ratio = gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
-    center = (old - behavior).clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp()
+    config, tensors = problem["config"], problem["tensors"]
+    keep = tensors.get("mask", torch.ones_like(tensors["logp"], dtype=torch.bool))
+    logps = {
+        name: torch.where(keep, tensors[name].double(), 0).clamp(min=-1e30) for name in LOG_PROBS if name in tensors
+    }
+    new = logps["logp"]
+    old = logps.get("old_logp", new)
+    behavior = logps.get("behavior_logp", old)
+    raw_r, raw_c = new - behavior, old - behavior
+    if config.ratio_level != "token":
+        ids = (*ratio_ids(problem).values(), config.ratio_reduction)
+        raw_r, raw_c = (reference.shared_log_ratio(x, keep, *ids) for x in (raw_r, raw_c))
+    ratio, center = (x.clamp(-config.log_ratio_clamp, config.log_ratio_clamp).exp() for x in (raw_r, raw_c))
     pivot = center if config.center_cap is None else center.clamp(max=config.center_cap)
     if config.clip_center == "none":
         pivot = torch.ones_like(pivot)
@@ -106,13 +133,25 @@ def near_a_decision(problem) -> torch.Tensor:
     near = torch.zeros_like(ratio, dtype=torch.bool)
     for bound in (low, high, pivot * (config.dual_clip or 1e30)):
         near |= (ratio - bound).abs() <= 1e-5 * (ratio + bound.abs())
-    near |= (gap.abs() - config.log_ratio_clamp).abs() < 1e-4
-    if "ref_logp" in tensors:
-        near |= ((tensors["ref_logp"].clamp(min=-1e30) - new).abs() - 10).abs() < 1e-4
+    near |= (raw_r.abs() - config.log_ratio_clamp).abs() < 1e-4
+    if config.ratio_level != "token":
+        # Whether a segment of rounded sums is exactly on-policy is a decision too.
+        near |= (raw_c != 0) & (raw_c.abs() < 1e-5)
     if "old_logp" not in tensors or config.clip_low * config.clip_high > 0:
         # r == c exactly where the caller gave one tensor for both: decided alike in any precision.
-        near &= new != old
+        near &= raw_r != raw_c
+    if "ref_logp" in logps:
+        near |= ((logps["ref_logp"] - new).abs() - 10).abs() < 1e-4
     return near
+
+
+def spread_over_segments(near, problem) -> torch.Tensor:
+    """All tokens of a segment that has a token in doubt."""
+    if problem["config"].ratio_level == "token":
+        return near
+    ids = ratio_ids(problem)
+    top = ids["member_ids"] if ids["set_ids"] is None else ids["set_ids"]
+    return torch.isin(top, top[near])
 
 
 @given(problem=problems())
@@ -122,13 +161,18 @@ def test_agrees_with_the_float64_reference(place, problem):
     assert loss.dtype == torch.float32
     assert tuple(stats) == STATS
     # float32 knows a log-ratio of size 20 to 2e-6, and so its exponential relatively.
-    near = near_a_decision(problem)
+    near = spread_over_segments(near_a_decision(problem), problem)
     for name, grad in grads.items():
         expected = grads_64[name].masked_fill(near, 0.0)
         actual = grad.cpu().masked_fill(near, 0.0)
         size = float(expected.abs().max()) if expected.numel() else 0.0
         assert_close(f"gradient of {name}", actual, expected, rtol=1e-4, atol=1e-6 * size + 1e-12)
-        assert (actual[expected == 0] == 0).all(), f"gradient of {name}: exact zeros"
+        zero = expected == 0
+        if problem["config"].loss == "sapo":
+            # Its slope s·(1 - s) is 0 in the reference where s rounds to 1; ours keeps those digits.
+            adv = problem["tensors"]["advantages"]
+            zero &= (adv == 0) | adv.isnan() if problem["config"].ratio_level == "token" else adv.isnan()
+        assert (actual[zero] == 0).all(), f"gradient of {name}: exact zeros"
     if near.any():
         return
     terms = reference_size(problem)
@@ -144,8 +188,8 @@ def reference_size(problem) -> float:
     tensors = {
         name: x if x.dtype == torch.bool else x.double() for name, x in problem["tensors"].items() if name != "weights"
     }
-    terms = reference.policy_loss_terms(config=problem["config"], **tensors)
-    return float(terms["loss"].abs().sum())
+    terms = reference.policy_loss_terms(config=problem["config"], **tensors, **ratio_ids(problem))
+    return float(terms["loss"].detach().abs().sum())
 
 
 def test_gradcheck_of_the_pytorch_path():
@@ -391,7 +435,7 @@ def test_strided_inputs_and_gradients_only_where_they_belong(place):
     [
         ({"logp": torch.zeros(2, 2, 2)}, ValueError, r"logp must be \[N\] or \[B, L\], got \[2, 2, 2\]"),
         ({"logp": torch.zeros(4, dtype=torch.long)}, TypeError, "logp must be float32"),
-        ({"advantages": torch.zeros(3)}, ValueError, r"advantages must be \[N\] = \[4\], got \[3\]"),
+        ({"advantages": torch.zeros(3)}, ValueError, r"advantages must be \[4\] \(token\), got \[3\]"),
         ({"old_logp": torch.zeros(5)}, ValueError, r"old_logp must have the shape of logp, \[4\], got \[5\]"),
         ({"behavior_logp": [0.0] * 4}, TypeError, "behavior_logp must be a tensor, got list"),
         ({"mask": torch.ones(4, 1)}, ValueError, r"mask must have the shape of logp"),
@@ -414,7 +458,7 @@ def test_wrong_arguments_are_named(change, error, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"loss": "reinforce"}, "loss must be one of 'grpo', 'ppo', got 'reinforce'"),
+        ({"loss": "reinforce"}, "loss must be one of 'grpo', 'ppo', 'dapo', 'dr_grpo', 'gspo', 'cispo', 'sapo', got"),
         ({"clip_low": -0.1}, "clip_low must be >= 0, got -0.1"),
         ({"clip_high": float("nan")}, "clip_high must be >= 0, got nan"),
         ({"clip_high": "0.2"}, "clip_high must be >= 0, got '0.2'"),

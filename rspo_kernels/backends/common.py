@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 
 class LogitsTransform(NamedTuple):
@@ -16,3 +20,22 @@ class LogitsTransform(NamedTuple):
     temperature: float
     valid_vocab: int
     ignore_index: int
+
+
+@dataclass(frozen=True)
+class RatioSegments:
+    """Tokens that share one ratio: log r of a segment is the sum of share·(logp - behavior_logp) over its tokens.
+
+    index: int64 [N], the segment of each token.
+    share: [N], 1 for sums; 1/(tokens of the member) for means, times 1/(members of the set) for sets; 0 where masked.
+    count: number of segments.
+    """
+
+    index: Tensor
+    share: Tensor
+    count: int
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays, all else is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from ..config import STATS, PolicyLossConfig
 from . import implementation, resolve
-from .common import LogitsTransform
-from .torch_impl import compute_dtype, kept
+from .common import LogitsTransform, RatioSegments, compute_dtype
+from .torch_impl.logprobs import kept
 
 NAMESPACE = "rspo_kernels"
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 _TRANSFORM = "float scale, float? softcap, float temperature, int valid_vocab, int ignore_index"
 _CONFIG = (
-    "float clip_low, float clip_high, str clip_center, float? center_cap, float? weight_cap, float? dual_clip, "
-    "bool dual_clip_replay, float kl_coef, str kl_estimator, bool kl_weighted, float entropy_coef, "
-    "float log_ratio_clamp"
+    "str loss, float clip_low, float clip_high, str clip_center, float? center_cap, float? weight_cap, "
+    "float? dual_clip, bool dual_clip_replay, float kl_coef, str kl_estimator, bool kl_weighted, float entropy_coef, "
+    "str ratio_level, float sapo_tau_positive, float sapo_tau_negative, float log_ratio_clamp"
 )
 _BACKWARD_INPUTS = (
     "Tensor grad_logp, Tensor? grad_entropy, {logits} logits, Tensor targets, Tensor? mask, Tensor logp, "
@@ -38,7 +38,8 @@ _SCHEMAS = {
     "token_logprobs_backward_": f"({_BACKWARD_INPUTS.format(logits='Tensor(a!)')}) -> ()",
     "policy_loss": (
         "(Tensor logp, Tensor advantages, Tensor? advantage_index, Tensor? mask, Tensor? weights, Tensor? old_logp, "
-        f"Tensor? behavior_logp, Tensor? ref_logp, Tensor? entropy, {_CONFIG}, str backend) "
+        "Tensor? behavior_logp, Tensor? ref_logp, Tensor? entropy, Tensor? segment_index, Tensor? segment_share, "
+        f"SymInt segment_count, {_CONFIG}, str backend) "
         "-> (Tensor loss_sum, Tensor grad_logp, Tensor grad_entropy, Tensor stats)"
     ),
     "group_advantages": (
@@ -166,14 +167,20 @@ def _policy_loss(
     behavior_logp: Tensor | None,
     ref_logp: Tensor | None,
     entropy: Tensor | None,
+    segment_index: Tensor | None,
+    segment_share: Tensor | None,
+    segment_count: int,
     *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *values, backend = settings
     names = [part.split()[-1] for part in _CONFIG.split(", ")]
     config = PolicyLossConfig(**dict(zip(names, values, strict=True)))
+    segments = None
+    if segment_index is not None and segment_share is not None:
+        segments = RatioSegments(segment_index, segment_share, segment_count)
     impl = implementation(resolve(backend, logp.device, logp.dtype))
     return impl.policy_loss_forward(
-        logp, advantages, advantage_index, mask, weights, old_logp, behavior_logp, ref_logp, entropy, config
+        logp, advantages, advantage_index, mask, weights, old_logp, behavior_logp, ref_logp, entropy, segments, config
     )
 
 

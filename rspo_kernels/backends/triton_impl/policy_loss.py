@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import KL_CLAMP, STATS, PolicyLossConfig
+from ..common import RatioSegments
 from .common import Variant, exp, expm1, launch_options, on_device
 
 BLOCK = 1024
@@ -240,6 +241,7 @@ def policy_loss_forward(
     behavior_logp: Tensor | None,
     ref_logp: Tensor | None,
     entropy: Tensor | None,
+    segments: RatioSegments | None,
     config: PolicyLossConfig,
     *,
     block: int = BLOCK,

@@ -1,0 +1,192 @@
+"""The policy loss with its gradients and statistics, as element-wise operations on vectors of tokens.
+
+The formulas are those of config.PolicyLossConfig. Gradients are written out and chosen by `where`, never multiplied
+by 0: a clipped, clamped or masked token has a gradient of exactly 0 whatever else it holds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...config import CLIPPED_LOSSES, KL_CLAMP, PolicyLossConfig
+from ..common import RatioSegments, compute_dtype
+
+LOWEST = -1e30
+"""Stands for -inf in differences of log-probabilities."""
+
+
+class Surrogate(NamedTuple):
+    """J of each token, its derivative by log r, and what the bounds did."""
+
+    objective: Tensor
+    slope: Tensor
+    clip_low: Tensor
+    clip_high: Tensor
+    clip_dual: Tensor
+
+
+def policy_loss_forward(
+    logp: Tensor,
+    advantages: Tensor,
+    advantage_index: Tensor | None,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    old_logp: Tensor | None,
+    behavior_logp: Tensor | None,
+    ref_logp: Tensor | None,
+    entropy: Tensor | None,
+    segments: RatioSegments | None,
+    config: PolicyLossConfig,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unnormalised loss (0-d), its gradients for logp and entropy [N], statistics [len(STATS)] for tokens [N]."""
+    dtype = compute_dtype(logp.dtype)
+    keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
+
+    def clean(x: Tensor) -> Tensor:
+        return torch.where(keep, x.to(dtype), 0.0)
+
+    new = clean(logp)
+    possible = new >= LOWEST
+    new = new.clamp(min=LOWEST)
+    old = new if old_logp is None else clean(old_logp).clamp(min=LOWEST)
+    behavior = old if behavior_logp is None else clean(behavior_logp).clamp(min=LOWEST)
+    adv = clean(advantages if advantage_index is None else advantages[advantage_index])
+    w = keep.to(dtype) if weights is None else clean(weights)
+
+    clamp = config.log_ratio_clamp
+    raw_r, raw_c = new - behavior, old - behavior
+    if segments is not None:
+        raw_r, raw_c = segment_sums(torch.stack([raw_r, raw_c]) * segments.share, segments)[:, segments.index]
+    movable = raw_r.abs() <= clamp
+    ratio, log_c = raw_r.clamp(-clamp, clamp).exp(), raw_c.clamp(-clamp, clamp)
+    center = log_c.exp()
+    part = surrogate(ratio, center, log_c, new, adv, raw_c == 0, possible, config)
+    loss = -part.objective
+    # What reaches logp through the segment's ratio, and what reaches it directly.
+    by_ratio = torch.where(movable, -part.slope, 0.0)
+    direct = torch.zeros_like(loss)
+    if config.loss == "cispo":
+        by_ratio, direct = direct, torch.where(possible, -part.slope, 0.0)
+
+    kl_ref = torch.zeros_like(loss)
+    if ref_logp is not None:
+        gap = clean(ref_logp).clamp(min=LOWEST) - new
+        kl_ref, kl_slope = kl_estimate(gap, config.kl_estimator)
+        kl_slope = torch.where(possible & (gap.abs() <= KL_CLAMP), kl_slope, 0.0)
+        if config.kl_weighted:
+            kl_slope, kl_ref = kl_slope * ratio, kl_ref * ratio
+            by_ratio = by_ratio + config.kl_coef * torch.where(movable, kl_ref, 0.0)
+        loss = loss + config.kl_coef * kl_ref
+        direct = direct + config.kl_coef * kl_slope
+    ent = torch.zeros_like(loss)
+    grad_entropy = loss.new_empty(0)
+    if entropy is not None:
+        ent = clean(entropy)
+        loss = loss - config.entropy_coef * ent
+        grad_entropy = -config.entropy_coef * w
+    loss_sum = (w * loss).sum()
+    shared = w * by_ratio
+    if segments is not None:
+        shared = segment_sums(shared, segments)[segments.index] * segments.share
+    # A target of probability 0 has no direction to move in.
+    grad_logp = torch.where(possible, shared, 0.0) + w * direct
+
+    log_new = (new - old).clamp(-clamp, clamp)
+    kl_old = exp_minus_linear(log_new)
+    per_token = (part.clip_low, part.clip_high, part.clip_dual, -log_new, kl_old, kl_ref, ent)
+    return loss_sum, grad_logp, grad_entropy, statistics(keep, per_token, ratio, center)
+
+
+def surrogate(
+    ratio: Tensor,
+    center: Tensor,
+    log_c: Tensor,
+    logp: Tensor,
+    adv: Tensor,
+    on_policy: Tensor,
+    possible: Tensor,
+    config: PolicyLossConfig,
+) -> Surrogate:
+    """J and its derivative by log r ("cispo": by logp) of each token."""
+    lower, upper, pivot = clip_bounds(center, config)
+    never = torch.zeros_like(on_policy)
+    # min(c, cap)/c, in log space.
+    weight = None if config.weight_cap is None else (math.log(config.weight_cap) - log_c).clamp(max=0.0).exp()
+    if config.loss == "sapo":
+        tau = torch.where(adv > 0, config.sapo_tau_positive, config.sapo_tau_negative)
+        z = tau * (ratio - pivot)
+        objective = 4.0 / tau * torch.sigmoid(z) * adv
+        slope = 4.0 * torch.sigmoid(z) * torch.sigmoid(-z) * ratio * adv
+        clip_low = clip_high = dual = never
+    elif config.loss == "cispo":
+        clip_low, clip_high, dual = ratio < lower, ratio > upper, never
+        slope = torch.maximum(torch.minimum(ratio, upper), lower) * adv
+        objective = torch.where(possible, slope * logp, 0.0)
+    else:
+        assert config.loss in CLIPPED_LOSSES
+        clip_low, clip_high, dual = (adv < 0) & (ratio < lower), (adv > 0) & (ratio > upper), never
+        bound = torch.where(clip_low, lower, torch.where(clip_high, upper, ratio))
+        if config.dual_clip is not None:
+            dual = (adv < 0) & (ratio > config.dual_clip * pivot)
+            if not config.dual_clip_replay:
+                dual = dual & on_policy
+            bound = torch.where(dual, config.dual_clip * pivot, bound)
+        objective = bound * adv
+        slope = torch.where(clip_low | clip_high | dual, 0.0, objective)
+    if weight is not None:
+        objective, slope = objective * weight, slope * weight
+    return Surrogate(objective, slope, clip_low, clip_high, dual)
+
+
+def clip_bounds(center: Tensor, config: PolicyLossConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower and upper bound of the ratio, and the point they surround."""
+    if config.clip_center == "none":
+        pivot = torch.ones_like(center)
+    else:
+        pivot = center if config.center_cap is None else center.clamp(max=config.center_cap)
+    if config.clip_center == "relative":
+        return pivot * (1 - config.clip_low), pivot * (1 + config.clip_high), pivot
+    return pivot - config.clip_low, pivot + config.clip_high, pivot
+
+
+def kl_estimate(gap: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """KL estimate of gap = ref_logp - logp and its derivative by logp."""
+    d = gap.clamp(-KL_CLAMP, KL_CLAMP)
+    if estimator == "k1":
+        return -d, torch.ones_like(d)
+    if estimator == "k2":
+        return d * d / 2, -d
+    return exp_minus_linear(d), -torch.expm1(d)
+
+
+def exp_minus_linear(d: Tensor) -> Tensor:
+    """exp(d) - 1 - d, by its series near 0, where the difference loses every digit."""
+    series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d * (1 / 720)))))
+    return torch.where(d.abs() < 0.05, series, torch.expm1(d) - d)
+
+
+def segment_sums(values: Tensor, segments: RatioSegments) -> Tensor:
+    """Sums [..., count] over segments of values [..., N]."""
+    return values.new_zeros(*values.shape[:-1], segments.count).index_add(-1, segments.index, values)
+
+
+def statistics(keep: Tensor, per_token: tuple[Tensor, ...], ratio: Tensor, center: Tensor) -> Tensor:
+    """[len(STATS)] in the order of STATS; per_token are those between the number of tokens and the ratio."""
+    count = keep.sum().to(ratio.dtype)
+    n = count.clamp(min=1)
+    kept_ratio, kept_center = torch.where(keep, ratio, 0.0), torch.where(keep, center, 0.0)
+    ratio_sum, square_sum = kept_ratio.sum(), kept_ratio.square().sum()
+    zero = ratio_sum.new_zeros(())
+    return torch.stack([
+        count,
+        *(torch.where(keep, x, 0.0).sum() / n for x in per_token),
+        ratio_sum / n,
+        kept_ratio.max() if keep.numel() else zero,
+        kept_center.sum() / n,
+        kept_center.max() if keep.numel() else zero,
+        (ratio_sum / n) * (ratio_sum / torch.where(square_sum == 0, 1.0, square_sum)),
+    ])  # fmt: skip
