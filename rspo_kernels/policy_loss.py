@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import checks
-from .backends import BACKENDS
 from .backends.common import compute_dtype
-from .backends.operators import config_arguments, ops
-from .config import RATIO_LEVELS, STATS, PolicyLossConfig
+from .backends.operators import ops
+from .config import STATS, PolicyLossConfig
+from .loss_inputs import LossInputs, TokenGrid, check_normalizer, per_token
 from .segments import Segments
 
 DEFAULT_CONFIG = PolicyLossConfig()
@@ -67,153 +66,29 @@ def policy_loss(
         RuntimeError: a backend that was asked for and cannot run here.
     """
     checks.floating("logp", logp)
-    if logp.dim() not in (1, 2):
-        raise ValueError(f"logp must be [N] or [B, L], got {list(logp.shape)}")
-    if segments is not None and logp.dim() == 2:
-        raise ValueError("segments describe packed tokens: logp must be [N], got [B, L]")
-    checks.one_of("backend", backend, BACKENDS)
-    if config.kl_coef > 0 and ref_logp is None:
-        raise ValueError(f"ref_logp must be given with config.kl_coef = {config.kl_coef}, got None")
+    tokens = TokenGrid(tuple(logp.shape), logp.device, compute_dtype(logp.dtype), "logp")
     if config.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy must be given with config.entropy_coef = {config.entropy_coef}, got None")
-    partners = {"old_logp": old_logp, "behavior_logp": behavior_logp, "ref_logp": ref_logp, "entropy": entropy}
-    flat = {name: _per_token(name, x, logp) for name, x in partners.items()}
-    if mask is not None:
-        mask = checks.as_mask("mask", mask, logp.shape, logp.device, "logp").reshape(-1)
-    weights = _per_token("weights", weights, logp)
-    advantages, index = _advantages(advantages, logp, segments, advantage_level)
-    ratio_index, share, ratio_count = _ratio_segments(logp, mask, segments, config)
-
-    weights, count = _aggregate(logp, mask, weights, segments, config)
-    loss_sum, _, _, stats = ops.policy_loss(
-        logp.reshape(-1),
+    if entropy is not None:
+        per_token("entropy", entropy, tokens)
+        entropy = entropy.reshape(-1)
+    inputs = LossInputs.check(
+        tokens,
         advantages,
-        index,
-        mask,
-        weights,
-        *flat.values(),
-        ratio_index,
-        share,
-        ratio_count,
-        **config_arguments(config),
+        mask=mask,
+        weights=weights,
+        old_logp=old_logp,
+        behavior_logp=behavior_logp,
+        ref_logp=ref_logp,
+        segments=segments,
+        advantage_level=advantage_level,
+        config=config,
         backend=backend,
+    )
+    loss_sum, _, _, stats = ops.policy_loss(
+        logp.reshape(-1), *inputs.operands(), entropy, **inputs.settings(), backend=backend
     )
     named = dict(zip(STATS, stats.unbind(), strict=True))
     if normalizer is None:
-        normalizer = (named["num_tokens"] if count is None else count).clamp(min=1)
-    elif not isinstance(normalizer, Tensor):
-        normalizer = checks.positive("normalizer", normalizer)
-    elif normalizer.dim() != 0:
-        raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
-    return loss_sum / normalizer, named
-
-
-def _per_token(name: str, x: Tensor | None, logp: Tensor) -> Tensor | None:
-    if x is None:
-        return None
-    checks.floating(name, x)
-    checks.same_shape(name, x, logp.shape, "logp")
-    checks.same_device(name, x, logp.device, "logp")
-    x = x.reshape(-1)
-    return x if name == "entropy" else x.detach()
-
-
-def _advantages(
-    advantages: Tensor, logp: Tensor, segments: Segments | None, level: str | None
-) -> tuple[Tensor, Tensor | None]:
-    """Flat advantages and, where they are not one for each token, the entry of each token."""
-    checks.floating("advantages", advantages)
-    checks.same_device("advantages", advantages, logp.device, "logp")
-    checks.one_of("advantage_level", level, (None, *RATIO_LEVELS))
-    advantages = advantages.detach()
-    allowed = {"token": tuple(logp.shape)}
-    if logp.dim() == 2:
-        allowed["sequence"] = (logp.shape[0],)
-    elif segments is not None:
-        _check_segments(segments, logp)
-        allowed |= {"turn": (segments.num_turns,), "sequence": (segments.num_sequences,), "set": (segments.num_sets,)}
-    fitting = [name for name, shape in allowed.items() if tuple(advantages.shape) == shape and level in (None, name)]
-    if not fitting:
-        shapes = ", ".join(f"{list(shape)} ({name})" for name, shape in allowed.items() if level in (None, name))
-        raise ValueError(
-            f"advantages must be {shapes or f'given by {level} of segments'}, got {list(advantages.shape)}"
-        )
-    if fitting[0] == "token":
-        return advantages.reshape(-1), None
-    if segments is None:
-        return advantages, _row_of_token(logp)
-    return advantages, segments.level(fitting[-1])[0]
-
-
-def _ratio_segments(
-    logp: Tensor, mask: Tensor | None, segments: Segments | None, config: PolicyLossConfig
-) -> tuple[Tensor | None, Tensor | None, int]:
-    """Segment of each token [N], its share of that segment's log-ratio [N], and the number of segments."""
-    if config.ratio_level == "token":
-        return None, None, 0
-    members = "turn" if config.ratio_level == "turn" else "sequence"
-    if segments is not None:
-        _check_segments(segments, logp)
-        member, num_members = segments.level(members)
-    elif logp.dim() == 2 and config.ratio_level == "sequence":
-        member, num_members = _row_of_token(logp), logp.shape[0]
-    else:
-        raise ValueError(f"segments must be given with config.ratio_level = {config.ratio_level!r}, got None")
-    kept = _kept(logp, mask)
-    sizes = kept.new_zeros(num_members).index_add(0, member, kept)
-    share = kept / sizes.clamp(min=1)[member] if config.ratio_reduction == "mean" else kept
-    if config.ratio_level != "set":
-        return member, share, num_members
-    assert segments is not None
-    sets = (
-        segments.sequence_set.long()
-        if segments.sequence_set is not None
-        else torch.arange(num_members, device=logp.device)
-    )
-    present = kept.new_zeros(segments.num_sets).index_add(0, sets, (sizes > 0).to(kept.dtype))
-    return segments.token_set, share / present.clamp(min=1)[segments.token_set], segments.num_sets
-
-
-def _kept(logp: Tensor, mask: Tensor | None) -> Tensor:
-    """1 for unmasked tokens and 0 for masked ones, float [N]."""
-    dtype = compute_dtype(logp.dtype)
-    return torch.ones(logp.numel(), dtype=dtype, device=logp.device) if mask is None else mask.to(dtype)
-
-
-def _aggregate(
-    logp: Tensor, mask: Tensor | None, weights: Tensor | None, segments: Segments | None, config: PolicyLossConfig
-) -> tuple[Tensor | None, Tensor | None]:
-    """Token weights [N] with the aggregation in them, and the default normalizer (None: the number of tokens)."""
-    if config.aggregation == "token-mean":
-        return weights, None
-    if logp.dim() == 2:
-        num_sequences, sequence = logp.shape[0], _row_of_token(logp)
-    elif segments is not None:
-        _check_segments(segments, logp)
-        num_sequences, sequence = segments.num_sequences, segments.token_sequence
-    else:
-        raise ValueError(f"segments must be given for packed tokens with aggregation {config.aggregation!r}, got None")
-
-    kept = _kept(logp, mask)
-    lengths = kept.new_zeros(num_sequences).index_add(0, sequence, kept)
-    scale = torch.ones_like(kept) if weights is None else weights.to(kept.dtype)
-    if config.aggregation == "seq-mean-token-mean":
-        scale = scale / lengths.clamp(min=1)[sequence]
-    elif config.aggregation == "seq-mean-token-sum-norm":
-        horizon = config.horizon if config.horizon is not None or logp.dim() == 1 else logp.shape[1]
-        if horizon is None:
-            raise ValueError("config.horizon must be given for packed tokens with 'seq-mean-token-sum-norm', got None")
-        scale = scale / horizon
-    return scale, (lengths > 0).sum()
-
-
-def _row_of_token(logp: Tensor) -> Tensor:
-    """Row of each token of [B, L], int64 [B·L]."""
-    rows, length = logp.shape
-    return torch.arange(rows, device=logp.device).unsqueeze(1).expand(rows, length).reshape(-1)
-
-
-def _check_segments(segments: Segments, logp: Tensor) -> None:
-    if segments.num_tokens != logp.numel():
-        raise ValueError(f"segments must cover the N = {logp.numel()} tokens of logp, got {segments.num_tokens}")
-    checks.same_device("segments", segments.cu_turns, logp.device, "logp")
+        normalizer = (named["num_tokens"] if inputs.count is None else inputs.count).clamp(min=1)
+    return loss_sum / check_normalizer(normalizer), named

@@ -59,10 +59,12 @@ def test_opcheck_policy_loss(place):
     entropy = torch.rand(12, device=device, requires_grad=True)
     mask = torch.arange(12, device=device) > 2
     settings = operators.config_arguments(CONFIG) | {"backend": backend}
-    torch.library.opcheck(ops.policy_loss, (logp, advantages, None, mask, None, old, behavior, ref, entropy), settings)
+    torch.library.opcheck(
+        ops.policy_loss, (logp, advantages, None, mask, None, old, behavior, ref, None, None, 0, entropy), settings
+    )
     index = torch.zeros(12, dtype=torch.int64, device=device)
     torch.library.opcheck(
-        ops.policy_loss, (logp, advantages[:1], index, None, None, None, None, ref, entropy), settings
+        ops.policy_loss, (logp, advantages[:1], index, None, None, None, None, ref, None, None, 0, entropy), settings
     )
 
 

@@ -6,6 +6,7 @@ kernel; torch.compile sees one node either way. `Library.define` costs about 6 Â
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ _CONFIG = (
     "float? dual_clip, bool dual_clip_replay, float kl_coef, str kl_estimator, bool kl_weighted, float entropy_coef, "
     "str ratio_level, float sapo_tau_positive, float sapo_tau_negative, float log_ratio_clamp"
 )
+_CONFIG_NAMES = [part.split()[-1] for part in _CONFIG.split(", ")]
+_TOKENS = (
+    "Tensor advantages, Tensor? advantage_index, Tensor? mask, Tensor? weights, Tensor? old_logp, "
+    "Tensor? behavior_logp, Tensor? ref_logp, Tensor? segment_index, Tensor? segment_share, SymInt segment_count"
+)
 _BACKWARD_INPUTS = (
     "Tensor grad_logp, Tensor? grad_entropy, {logits} logits, Tensor targets, Tensor? mask, Tensor logp, "
     "Tensor entropy, Tensor row_max, Tensor log_sum, " + _TRANSFORM + ", str backend"
@@ -37,9 +43,7 @@ _SCHEMAS = {
     "token_logprobs_backward": f"({_BACKWARD_INPUTS.format(logits='Tensor')}) -> Tensor",
     "token_logprobs_backward_": f"({_BACKWARD_INPUTS.format(logits='Tensor(a!)')}) -> ()",
     "policy_loss": (
-        "(Tensor logp, Tensor advantages, Tensor? advantage_index, Tensor? mask, Tensor? weights, Tensor? old_logp, "
-        "Tensor? behavior_logp, Tensor? ref_logp, Tensor? entropy, Tensor? segment_index, Tensor? segment_share, "
-        f"SymInt segment_count, {_CONFIG}, str backend) "
+        f"(Tensor logp, {_TOKENS}, Tensor? entropy, {_CONFIG}, str backend) "
         "-> (Tensor loss_sum, Tensor grad_logp, Tensor grad_entropy, Tensor stats)"
     ),
     "group_advantages": (
@@ -55,8 +59,7 @@ ops = torch.ops.rspo_kernels
 
 def config_arguments(config: PolicyLossConfig) -> dict[str, Any]:
     """The fields of the config that the policy_loss operator takes."""
-    names = [part.split()[-1] for part in _CONFIG.split(", ")]
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in _CONFIG_NAMES}
 
 
 # token_logprobs
@@ -157,35 +160,25 @@ def _token_logprobs_backward_fake(grad_logp: Tensor, grad_entropy: Tensor | None
 # policy_loss
 
 
-def _policy_loss(
-    logp: Tensor,
-    advantages: Tensor,
-    advantage_index: Tensor | None,
-    mask: Tensor | None,
-    weights: Tensor | None,
-    old_logp: Tensor | None,
-    behavior_logp: Tensor | None,
-    ref_logp: Tensor | None,
-    entropy: Tensor | None,
-    segment_index: Tensor | None,
-    segment_share: Tensor | None,
-    segment_count: int,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *values, backend = settings
-    names = [part.split()[-1] for part in _CONFIG.split(", ")]
-    config = PolicyLossConfig(**dict(zip(names, values, strict=True)))
-    segments = None
-    if segment_index is not None and segment_share is not None:
-        segments = RatioSegments(segment_index, segment_share, segment_count)
+def _policy_loss(logp: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *partners, segment_index, segment_share, segment_count = arguments[:10]
+    entropy, *values, backend = arguments[10:]
     impl = implementation(resolve(backend, logp.device, logp.dtype))
-    return impl.policy_loss_forward(
-        logp, advantages, advantage_index, mask, weights, old_logp, behavior_logp, ref_logp, entropy, segments, config
-    )
+    segments = ratio_segments(segment_index, segment_share, segment_count)
+    return impl.policy_loss_forward(logp, *partners, entropy, segments, _config(values))
 
 
-def _policy_loss_fake(logp: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    entropy = args[7]
+def ratio_segments(index: Tensor | None, share: Tensor | None, count: int) -> RatioSegments | None:
+    """The three operands as one, None where every token has its own ratio."""
+    return None if index is None or share is None else RatioSegments(index, share, count)
+
+
+def _config(values: Sequence[Any]) -> PolicyLossConfig:
+    return PolicyLossConfig(**dict(zip(_CONFIG_NAMES, values, strict=True)))
+
+
+def _policy_loss_fake(logp: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    entropy = arguments[10]
     dtype = compute_dtype(logp.dtype)
     grad_entropy = logp.new_empty(0 if entropy is None else logp.shape, dtype=dtype)
     stats = logp.new_empty(len(STATS), dtype=dtype)
@@ -195,7 +188,7 @@ def _policy_loss_fake(logp: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor,
 def _policy_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, grad_logp, grad_entropy, stats = output
     ctx.logp_dtype, ctx.num_inputs = inputs[0].dtype, len(inputs)
-    ctx.entropy_dtype = None if inputs[8] is None else inputs[8].dtype
+    ctx.entropy_dtype = None if inputs[11] is None else inputs[11].dtype
     ctx.mark_non_differentiable(grad_logp, grad_entropy, stats)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad_logp, grad_entropy)
@@ -207,7 +200,7 @@ def _policy_loss_autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple
         grad_logp, grad_entropy = ctx.saved_tensors
         grads[0] = (grad_logp * grad_loss).to(ctx.logp_dtype)
         if ctx.entropy_dtype is not None:
-            grads[8] = (grad_entropy * grad_loss).to(ctx.entropy_dtype)
+            grads[11] = (grad_entropy * grad_loss).to(ctx.entropy_dtype)
     return tuple(grads)
 
 
