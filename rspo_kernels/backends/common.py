@@ -39,3 +39,9 @@ class RatioSegments:
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 stays, all else is computed in float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def kept(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> Tensor:
+    """Which tokens count, bool of the shape of the targets."""
+    keep = targets != transform.ignore_index
+    return keep if mask is None else keep & mask

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..common import LogitsTransform, compute_dtype
+from ..common import LogitsTransform, compute_dtype, kept
 
 CHUNK_ELEMENTS = 1 << 18
 """Scores handled at once: one float32 buffer of 1 MB, which stays in a core's L2 cache from step to step."""
@@ -115,12 +115,6 @@ def token_logprobs_backward(
     if not active.all():
         out.masked_fill_(~active.unsqueeze(-1), 0)
     out[..., valid:] = 0
-
-
-def kept(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> Tensor:
-    """Which tokens count, bool [B, L]."""
-    keep = targets != transform.ignore_index
-    return keep if mask is None else keep & mask
 
 
 def _chunks(active: Tensor, vocab: int) -> Iterator[tuple[int, slice | Tensor]]:

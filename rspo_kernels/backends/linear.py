@@ -1,0 +1,242 @@
+"""From hidden states and the lm_head's weight: a chunk of rows at a time, so that the logits never exist in full.
+
+    logits = hidden·weightᵀ + bias          [chunk, V], then overwritten by their gradient
+    grad_hidden = dlogits·weight            grad_weight += dlogitsᵀ·hidden          grad_bias += Σ dlogits
+
+The driver is the same for both backends: matmuls are torch's, the work on a chunk's logits is the backend's.
+
+Exact sparsity: a masked row contributes nothing, and where there is no KL and no entropy term neither does a row whose
+advantage or weight is 0; such rows stay out of the forward matmul (its cost is 2·V·H operations a row). Rows whose
+gradient turns out 0 because they were clipped stay out of the two backward matmuls. What is left out is exactly 0.
+
+Numerics: on the CPU bf16 and fp16 are computed in fp32 (without matrix units it is faster, too); elsewhere logits have
+the dtype of hidden, as the model's own head makes them. grad_weight accumulates in fp32 over the chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from ..config import STATS, PolicyLossConfig
+from .common import LogitsTransform, RatioSegments, compute_dtype
+
+CPU_CHUNK_ROWS = 256
+GPU_CHUNK_ROWS = 2048
+"""Fewer rows and the fp32 grad_weight's read and write would outweigh its matmul (they balance at about 1,200)."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """hidden [N, H], weight [V, H], bias [V] or None, in the dtype of the matmuls; only valid_vocab rows of V count."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    chunk_rows: int
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int, chunk_rows: int | None) -> Head:
+        """In the matmuls' dtype, cut to the valid vocabulary."""
+        weight, bias = weight[:valid], None if bias is None else bias[:valid]
+        on_cpu = hidden.device.type == "cpu"
+        if on_cpu:
+            dtype = compute_dtype(hidden.dtype)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return cls(hidden, weight, bias, chunk_rows or (CPU_CHUNK_ROWS if on_cpu else GPU_CHUNK_ROWS))
+
+    def buffer(self, rows: int) -> Tensor:
+        """Room for a chunk's logits."""
+        return self.hidden.new_empty(min(rows, self.chunk_rows), self.weight.shape[0])
+
+    def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """hidden·weightᵀ + bias in the buffer, [1, rows, V] as the row functions take them."""
+        out = torch.mm(hidden, self.weight.t(), out=buffer[: hidden.shape[0]])
+        if self.bias is not None:
+            out += self.bias
+        return out.unsqueeze(0)
+
+    def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor | slice]]:
+        """Chunks of `rows` (bool [N]): positions among the chosen ones, and which rows they are."""
+        chosen = rows.nonzero().squeeze(-1)
+        dense = chosen.numel() == rows.numel()
+        for start in range(0, chosen.numel(), self.chunk_rows):
+            part = slice(start, min(start + self.chunk_rows, chosen.numel()))
+            yield part, part if dense else chosen[part]
+
+
+class Gradients:
+    """Gradients of hidden, weight and bias, as far as they are wanted; empty tensors stand for the others."""
+
+    def __init__(self, head: Head, vocab: int, wanted: tuple[bool, bool, bool], full_precision: bool) -> None:
+        hidden, dtype = head.hidden, head.hidden.dtype
+        accumulator = torch.float32 if full_precision and dtype != torch.float64 else dtype
+        valid = head.weight.shape[0]
+        self.head = head
+        self.want_hidden, self.want_weight, self.want_bias = wanted
+        self.hidden = hidden.new_zeros(hidden.shape) if self.want_hidden else hidden.new_empty(0)
+        weight_shape = (vocab, hidden.shape[1]) if self.want_weight else (0,)
+        self.weight = hidden.new_zeros(weight_shape, dtype=accumulator)
+        self.bias = hidden.new_zeros(vocab if self.want_bias else 0, dtype=compute_dtype(dtype))
+        self.valid_weight, self.valid_bias = self.weight[:valid], self.bias[:valid]
+
+    def add(self, rows: Tensor | slice, dlogits: Tensor, hidden: Tensor, moved: Tensor) -> None:
+        """Take in a chunk's gradient [n, V]; rows that are not `moved` (bool [n]) are zero and left out."""
+        kept = moved.nonzero().squeeze(-1)
+        if kept.numel() == 0:
+            return
+        if kept.numel() < moved.numel():
+            dlogits, hidden = dlogits[kept], hidden[kept]
+            rows = (
+                torch.arange(rows.start, rows.stop, device=kept.device)[kept] if isinstance(rows, slice) else rows[kept]
+            )
+        if self.want_hidden:
+            self.hidden[rows] = dlogits @ self.head.weight
+        if self.want_weight:
+            if self.weight.dtype == dlogits.dtype:
+                self.valid_weight.addmm_(dlogits.t(), hidden)
+            else:
+                self.valid_weight += dlogits.t() @ hidden
+        if self.want_bias:
+            self.valid_bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+
+def token_logprobs_forward(
+    impl: ModuleType,
+    head: Head,
+    targets: Tensor,
+    keep: Tensor,
+    transform: LogitsTransform,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """targets [N], keep bool [N] -> logp, entropy (or empty), row_max, log_sum; 0 where not kept."""
+    dtype = compute_dtype(head.hidden.dtype)
+    logp, row_max, log_sum = (head.hidden.new_zeros(targets.shape, dtype=dtype) for _ in range(3))
+    entropy = head.hidden.new_zeros(targets.shape if with_entropy else 0, dtype=dtype)
+    buffer = head.buffer(targets.numel())
+    for _, rows in head.chunks(keep):
+        logits = head.logits(head.hidden[rows], buffer)
+        results = impl.token_logprobs_forward(logits, targets[rows].unsqueeze(0), None, transform, with_entropy)
+        logp[rows], row_max[rows], log_sum[rows] = (x[0] for x in (results[0], results[2], results[3]))
+        if with_entropy:
+            entropy[rows] = results[1][0]
+    return logp, entropy, row_max, log_sum
+
+
+def token_logprobs_backward(
+    impl: ModuleType,
+    head: Head,
+    grads: Gradients,
+    upstream: tuple[Tensor, Tensor | None],
+    targets: Tensor,
+    keep: Tensor,
+    state: tuple[Tensor, ...],
+    transform: LogitsTransform,
+) -> None:
+    """Add the gradients for upstream gradients [N] of the log-probs and (optionally) entropies to `grads`.
+
+    state: what token_logprobs_forward gave.
+    """
+    moved = keep & (upstream[0] != 0)
+    if upstream[1] is not None:
+        moved = moved | (keep & (upstream[1] != 0))
+    buffer = head.buffer(targets.numel())
+    for _, rows in head.chunks(moved):
+        hidden = head.hidden[rows]
+        logits = head.logits(hidden, buffer)
+        g, h = (None if x is None else x[rows].unsqueeze(0) for x in upstream)
+        saved = (x[rows].unsqueeze(0) if x.numel() else x for x in state)
+        impl.token_logprobs_backward(g, h, logits, targets[rows].unsqueeze(0), None, *saved, transform, logits)
+        grads.add(rows, logits[0], hidden, moved[rows])
+
+
+def policy_loss(
+    impl: ModuleType,
+    head: Head,
+    grads: Gradients,
+    targets: Tensor,
+    partners: tuple[Tensor | None, ...],
+    segments: RatioSegments | None,
+    transform: LogitsTransform,
+    config: PolicyLossConfig,
+    exact_stats: bool,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """Loss (0-d; the normalizer is in the weights) and statistics; adds the gradients to `grads`.
+
+    partners: advantages, advantage_index, mask (required), weights (required), old_logp, behavior_logp, ref_logp.
+    """
+    advantages, index, mask, weights, *logps = partners
+    assert advantages is not None
+    assert mask is not None
+    assert weights is not None
+    adv = advantages if index is None else advantages[index]
+    if config.entropy_coef != 0:
+        with_entropy = True
+    rows_needed = mask
+    if not exact_stats and config.kl_coef == 0 and config.entropy_coef == 0:
+        rows_needed = needed_rows(mask, adv, weights, segments)
+    want_gradient = grads.want_hidden or grads.want_weight or grads.want_bias
+
+    def loss_of(rows: Tensor | slice, logp: Tensor, entropy: Tensor, parts: RatioSegments | None) -> tuple[Tensor, ...]:
+        chosen = (None if x is None else x[rows] for x in logps)
+        given = entropy if entropy.numel() == logp.numel() and with_entropy else None
+        return impl.policy_loss_forward(
+            logp, adv[rows], None, rows_needed[rows], weights[rows], *chosen, given, parts, config
+        )
+
+    everything = slice(0, targets.numel())
+    if segments is not None or not want_gradient:
+        # One ratio for many rows: all log-probs come before any gradient, and the logits of moved rows come twice.
+        state = token_logprobs_forward(impl, head, targets, rows_needed, transform, with_entropy)
+        loss, slope, entropy_slope, stats = loss_of(everything, *state[:2], segments)
+        if want_gradient:
+            upstream = (slope, entropy_slope if config.entropy_coef != 0 else None)
+            token_logprobs_backward(impl, head, grads, upstream, targets, rows_needed, state, transform)
+        return loss, with_token_count(stats, mask)
+
+    dtype = compute_dtype(head.hidden.dtype)
+    logp = head.hidden.new_zeros(targets.shape, dtype=dtype)
+    entropy = head.hidden.new_zeros(targets.shape if with_entropy else 0, dtype=dtype)
+    buffer = head.buffer(targets.numel())
+    for _, rows in head.chunks(rows_needed):
+        hidden = head.hidden[rows]
+        logits = head.logits(hidden, buffer)
+        chunk_targets = targets[rows].unsqueeze(0)
+        state = impl.token_logprobs_forward(logits, chunk_targets, None, transform, with_entropy)
+        logp[rows] = state[0][0]
+        if with_entropy:
+            entropy[rows] = state[1][0]
+        _, slope, entropy_slope, _ = loss_of(rows, state[0][0], state[1].flatten(), None)
+        moved = slope != 0
+        h = None
+        if config.entropy_coef != 0:
+            moved, h = moved | (entropy_slope != 0), entropy_slope.unsqueeze(0)
+        impl.token_logprobs_backward(slope.unsqueeze(0), h, logits, chunk_targets, None, *state, transform, logits)
+        grads.add(rows, logits[0], hidden, moved)
+    loss, _, _, stats = loss_of(everything, logp, entropy, None)
+    return loss, with_token_count(stats, mask)
+
+
+def needed_rows(mask: Tensor, adv: Tensor, weights: Tensor, segments: RatioSegments | None) -> Tensor:
+    """Rows that can have a gradient when there is no KL and no entropy term, bool [N].
+
+    A row whose ratio is shared is needed as long as any row of its segment has an advantage.
+    """
+    moving = mask & (adv != 0) & (weights != 0)
+    if segments is None:
+        return moving
+    moving_segments = moving.new_zeros(segments.count, dtype=torch.int32)
+    moving_segments.index_add_(0, segments.index, moving.to(torch.int32))
+    return mask & (moving_segments > 0)[segments.index]
+
+
+def with_token_count(stats: Tensor, mask: Tensor) -> Tensor:
+    """Statistics with the number of all unmasked tokens, also those that were left out."""
+    stats = stats.clone()
+    stats[STATS.index("num_tokens")] = mask.sum()
+    return stats

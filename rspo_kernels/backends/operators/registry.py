@@ -1,0 +1,76 @@
+"""The library that all operators are registered in, and the pieces of schema that several of them share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import PolicyLossConfig
+from ..common import LogitsTransform, RatioSegments, kept
+
+NAMESPACE = "rspo_kernels"
+library = torch.library.Library(NAMESPACE, "DEF")
+ops = torch.ops.rspo_kernels
+
+TRANSFORM_SCHEMA = "float scale, float? softcap, float temperature, int valid_vocab, int ignore_index"
+STATE_SCHEMA = "Tensor logp, Tensor entropy, Tensor row_max, Tensor log_sum"
+TOKENS_SCHEMA = (
+    "Tensor advantages, Tensor? advantage_index, Tensor? mask, Tensor? weights, Tensor? old_logp, "
+    "Tensor? behavior_logp, Tensor? ref_logp, Tensor? segment_index, Tensor? segment_share, SymInt segment_count"
+)
+CONFIG_SCHEMA = (
+    "str loss, float clip_low, float clip_high, str clip_center, float? center_cap, float? weight_cap, "
+    "float? dual_clip, bool dual_clip_replay, float kl_coef, str kl_estimator, bool kl_weighted, float entropy_coef, "
+    "str ratio_level, float sapo_tau_positive, float sapo_tau_negative, float log_ratio_clamp"
+)
+_CONFIG_NAMES = [part.split()[-1] for part in CONFIG_SCHEMA.split(", ")]
+
+
+def define(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup: Callable[..., None] | None = None,
+) -> None:
+    """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient."""
+    library.define(name + schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=library)
+
+
+def config_arguments(config: PolicyLossConfig) -> dict[str, Any]:
+    """The fields of the config that the operators take."""
+    return {name: getattr(config, name) for name in _CONFIG_NAMES}
+
+
+def config_of(values: Sequence[Any]) -> PolicyLossConfig:
+    """The config back from its fields."""
+    return PolicyLossConfig(**dict(zip(_CONFIG_NAMES, values, strict=True)))
+
+
+def ratio_segments(index: Tensor | None, share: Tensor | None, count: int) -> RatioSegments | None:
+    """The three operands as one, None where every token has its own ratio."""
+    return None if index is None or share is None else RatioSegments(index, share, count)
+
+
+def check_targets(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> None:
+    """Raise ValueError for a target outside the valid vocabulary (reads them on the host)."""
+    wrong = kept(targets, mask, transform) & ((targets < 0) | (targets >= transform.valid_vocab))
+    if wrong.any():
+        row = int(wrong.flatten().nonzero()[0])
+        raise ValueError(
+            f"targets must lie in 0 .. {transform.valid_vocab - 1} where not masked (or be ignore_index = "
+            f"{transform.ignore_index}), got {int(targets.flatten()[row])} at flat position {row}"
+        )
+
+
+def must_check_targets(validate: bool | None, backend: str) -> bool:
+    """The PyTorch path would fail inside gather; the Triton kernels give NaN without reading out of bounds."""
+    return bool(validate) or (validate is None and backend == "torch")
