@@ -2,8 +2,18 @@
 
 from .advantages import group_advantages
 from .config import STATS, PolicyLossConfig
-from .logprobs import token_logprobs
-from .policy_loss import policy_loss
+from .logprobs import linear_token_logprobs, token_logprobs
+from .policy_loss import linear_policy_loss, logits_policy_loss, policy_loss
 from .segments import Segments
 
-__all__ = ["STATS", "PolicyLossConfig", "Segments", "group_advantages", "policy_loss", "token_logprobs"]
+__all__ = [
+    "STATS",
+    "PolicyLossConfig",
+    "Segments",
+    "group_advantages",
+    "linear_policy_loss",
+    "linear_token_logprobs",
+    "logits_policy_loss",
+    "policy_loss",
+    "token_logprobs",
+]

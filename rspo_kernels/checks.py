@@ -59,3 +59,58 @@ def as_mask(name: str, mask: Tensor, shape: torch.Size | tuple[int, ...], device
     same_shape(name, mask, shape, like)
     same_device(name, mask, device, like)
     return mask if mask.dtype == torch.bool else mask != 0
+
+
+def lm_head(
+    hidden: Any, weight: Any, bias: Any | None, targets: Any
+) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, ...]]:
+    """hidden [..., H], weight [V, H], bias [V] and targets [...]: hidden as [N, H], weight, bias, and the shape [...].
+
+    Under autocast hidden and the head get its dtype, as torch.nn.functional.linear would give them.
+    """
+    floating("hidden", hidden)
+    floating("weight", weight)
+    integer("targets", targets)
+    if hidden.dim() < 1 or weight.dim() != 2 or weight.shape[0] < 1:
+        raise ValueError(
+            f"hidden must be [..., H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(f"weight must be [V, H] with the H = {hidden.shape[-1]} of hidden, got {list(weight.shape)}")
+    same_shape("targets", targets, hidden.shape[:-1], "hidden without the last dimension")
+    others = {"weight": weight, "targets": targets}
+    if bias is not None:
+        floating("bias", bias)
+        same_shape("bias", bias, weight.shape[:1], "the vocabulary of weight")
+        others["bias"] = bias
+    for name, x in others.items():
+        same_device(name, x, hidden.device, "hidden")
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    for name, x in (("weight", weight), ("bias", bias)):
+        if x is not None and x.dtype != hidden.dtype:
+            raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {x.dtype}")
+    return hidden.reshape(-1, hidden.shape[-1]), weight, bias, tuple(hidden.shape[:-1])
+
+
+def transform(
+    vocab: int, logit_scale: float, softcap: float | None, temperature: float, valid_vocab: int | None
+) -> tuple[float, float | None, float, int]:
+    """scale, softcap, temperature and valid vocabulary, checked, as the operators take them."""
+    if valid_vocab is not None and not 1 <= valid_vocab <= vocab:
+        raise ValueError(f"valid_vocab must lie in 1 .. V = {vocab}, got {valid_vocab}")
+    return (
+        positive("logit_scale", logit_scale),
+        None if softcap is None else positive("softcap", softcap),
+        positive("temperature", temperature),
+        vocab if valid_vocab is None else valid_vocab,
+    )
+
+
+def chunk_rows(value: int | None) -> None:
+    """None or a positive int."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"chunk_rows must be a positive int or None, got {value!r}")

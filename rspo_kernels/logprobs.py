@@ -60,22 +60,15 @@ def token_logprobs(
     checks.same_device("targets", targets, logits.device, "logits")
     if mask is not None:
         mask = checks.as_mask("mask", mask, lead, logits.device, "targets")
-    if valid_vocab is not None and not 1 <= valid_vocab <= vocab:
-        raise ValueError(f"valid_vocab must lie in 1 .. V = {vocab}, got {valid_vocab}")
     checks.one_of("backend", backend, BACKENDS)
-    scale, temperature = checks.positive("logit_scale", logit_scale), checks.positive("temperature", temperature)
-    if softcap is not None:
-        softcap = checks.positive("softcap", softcap)
+    settings = checks.transform(vocab, logit_scale, softcap, temperature, valid_vocab)
 
-    rows, shape = _as_batch(logits, inplace), _batch_shape(lead)
+    rows, shape = as_batch(logits, inplace), batch_shape(lead)
     logp, entropy, _, _ = ops.token_logprobs(
         rows,
         targets.reshape(shape),
         None if mask is None else mask.reshape(shape),
-        scale,
-        softcap,
-        temperature,
-        vocab if valid_vocab is None else valid_vocab,
+        *settings,
         ignore_index,
         with_entropy,
         inplace,
@@ -87,7 +80,68 @@ def token_logprobs(
     return logp.reshape(lead)
 
 
-def _batch_shape(lead: torch.Size) -> tuple[int, int]:
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    valid_vocab: int | None = None,
+    mask: Tensor | None = None,
+    ignore_index: int = -100,
+    with_entropy: bool = False,
+    chunk_rows: int | None = None,
+    validate: bool | None = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """token_logprobs of the logits hidden·weightᵀ + bias, which never exist in full.
+
+    Masked tokens enter no matmul. Differentiable by hidden, weight and bias; the backward pass makes the logits again,
+    a chunk at a time, for tokens that have an upstream gradient.
+
+    Args:
+        hidden: [..., H] float32, bfloat16, float16 (float64 with the PyTorch path).
+        weight: [V, H] of the same dtype, the lm_head (or tied embedding). bias: [V] or None.
+        targets: [...] int32 or int64.
+        chunk_rows: tokens whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
+        temperature, softcap, logit_scale, valid_vocab, mask, ignore_index, with_entropy, validate, backend: as in
+            token_logprobs.
+
+    Returns:
+        logp [...] in float32 (float64 for float64), or (logp, entropy).
+
+    Raises:
+        TypeError, ValueError: an argument of a wrong type, shape, device or range, named.
+        RuntimeError: a backend that was asked for and cannot run here.
+    """
+    hidden, weight, bias, lead = checks.lm_head(hidden, weight, bias, targets)
+    if mask is not None:
+        mask = checks.as_mask("mask", mask, lead, hidden.device, "targets").reshape(-1)
+    checks.one_of("backend", backend, BACKENDS)
+    settings = checks.transform(weight.shape[0], logit_scale, softcap, temperature, valid_vocab)
+    checks.chunk_rows(chunk_rows)
+    logp, entropy, _, _ = ops.linear_token_logprobs(
+        hidden,
+        weight,
+        bias,
+        targets.reshape(-1),
+        mask,
+        *settings,
+        ignore_index,
+        with_entropy,
+        validate,
+        chunk_rows,
+        backend,
+    )
+    if with_entropy:
+        return logp.reshape(lead), entropy.reshape(lead)
+    return logp.reshape(lead)
+
+
+def batch_shape(lead: torch.Size) -> tuple[int, int]:
     """[...] as [B, L]: slices like logits[:, :-1] keep their two strides and are never copied."""
     if len(lead) == 0:
         return 1, 1
@@ -96,8 +150,9 @@ def _batch_shape(lead: torch.Size) -> tuple[int, int]:
     return lead[:-1].numel(), lead[-1]
 
 
-def _as_batch(logits: Tensor, inplace: bool) -> Tensor:
-    shape = (*_batch_shape(logits.shape[:-1]), logits.shape[-1])
+def as_batch(logits: Tensor, inplace: bool) -> Tensor:
+    """Logits [..., V] as [B, L, V], a view if inplace."""
+    shape = (*batch_shape(logits.shape[:-1]), logits.shape[-1])
     if not inplace:
         return logits.reshape(shape)
     try:

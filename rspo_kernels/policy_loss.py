@@ -1,13 +1,17 @@
-"""The policy loss from log-probabilities."""
+"""The policy loss from log-probabilities, from logits, and from hidden states: one loss, three places to begin."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from . import checks
 from .backends.common import compute_dtype
 from .backends.operators import ops
 from .config import STATS, PolicyLossConfig
+from .logprobs import as_batch, batch_shape
 from .loss_inputs import LossInputs, TokenGrid, check_normalizer, per_token
 from .segments import Segments
 
@@ -92,3 +96,194 @@ def policy_loss(
     if normalizer is None:
         normalizer = (named["num_tokens"] if inputs.count is None else inputs.count).clamp(min=1)
     return loss_sum / check_normalizer(normalizer), named
+
+
+def logits_policy_loss(
+    logits: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    valid_vocab: int | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    old_logp: Tensor | None = None,
+    behavior_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    segments: Segments | None = None,
+    advantage_level: str | None = None,
+    config: PolicyLossConfig = DEFAULT_CONFIG,
+    with_entropy: bool = False,
+    inplace: bool = False,
+    validate: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """policy_loss of token_logprobs in one op: the gradient of the logits is made in the forward pass.
+
+    Args:
+        logits: [N, V] or [B, L, V], any strides.
+        targets: [N] or [B, L] int32 or int64; ignore_index counts as masked.
+        temperature, softcap, logit_scale, valid_vocab, validate: as in token_logprobs.
+        advantages, mask, weights, normalizer, old_logp, behavior_logp, ref_logp, segments, advantage_level, config:
+            as in policy_loss, with the targets' shape for that of logp.
+        with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
+        inplace: write the gradient over the logits in the forward pass: no second tensor of that size, and the logits
+            are gone. Only one backward pass then.
+
+    Returns, raises: as policy_loss.
+    """
+    checks.floating("logits", logits)
+    checks.integer("targets", targets)
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"logits must be [N, V] or [B, L, V], got {list(logits.shape)}")
+    checks.same_shape("targets", targets, logits.shape[:-1], "logits without the last dimension")
+    checks.same_device("targets", targets, logits.device, "logits")
+    settings = checks.transform(logits.shape[-1], logit_scale, softcap, temperature, valid_vocab)
+    partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
+    inputs, operands = _fused_operands(targets, logits.dtype, advantages, normalizer, ignore_index, *partners)
+    want_gradient = torch.is_grad_enabled() and logits.requires_grad
+    rows = as_batch(logits, inplace)
+    arguments = (targets.reshape(batch_shape(targets.shape)), *operands, *settings, ignore_index)
+    tail = (*inputs.settings().values(), with_entropy, want_gradient, validate, backend)
+    if inplace and want_gradient:
+        loss, stats = _InplaceLogitsLoss.apply(rows, *arguments, *tail)
+    else:
+        loss, stats, _ = ops.logits_policy_loss(rows, *arguments, *tail)
+    return loss, dict(zip(STATS, stats.unbind(), strict=True))
+
+
+class _InplaceLogitsLoss(torch.autograd.Function):
+    """logits_policy_loss_ with its gradient, which lies where the logits were."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        loss, stats = ops.logits_policy_loss_(logits.detach(), *arguments)
+        ctx.grad, ctx.num_arguments = logits.detach(), len(arguments)
+        ctx.mark_non_differentiable(stats)
+        return loss, stats
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.grad is None:
+            raise RuntimeError("logits_policy_loss with inplace=True allows one backward pass; its gradient is used up")
+        grad, ctx.grad = ctx.grad, None
+        return grad.mul_(grads[0]), *(None,) * ctx.num_arguments
+
+
+def linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    valid_vocab: int | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    old_logp: Tensor | None = None,
+    behavior_logp: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    segments: Segments | None = None,
+    advantage_level: str | None = None,
+    config: PolicyLossConfig = DEFAULT_CONFIG,
+    with_entropy: bool = False,
+    exact_stats: bool = False,
+    full_precision_weight_grad: bool = True,
+    chunk_rows: int | None = None,
+    validate: bool | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """policy_loss of the logits hidden·weightᵀ + bias, which never exist in full; gradients made in the forward pass.
+
+    Exact sparsity: masked rows enter no matmul; without KL and entropy terms neither do rows of zero advantage or
+    weight, and clipped rows enter only the forward matmul. The results are those of the dense computation.
+
+    Args:
+        hidden: [N, H] or [B, L, H]. weight: [V, H] of the same dtype; bias: [V] or None. Gradients are made for those
+            that require one (a frozen head costs no matmul for its gradient).
+        targets: [N] or [B, L] int32 or int64; ignore_index counts as masked.
+        temperature, softcap, logit_scale, valid_vocab, validate: as in token_logprobs.
+        advantages, mask, weights, normalizer, old_logp, behavior_logp, ref_logp, segments, advantage_level, config:
+            as in policy_loss, with the targets' shape for that of logp.
+        with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
+        exact_stats: compute statistics over all unmasked rows. False: rows that need no matmul are left out of them
+            (num_tokens counts them all the same).
+        full_precision_weight_grad: sum the weight's gradient over chunks in float32 rather than in the weight's dtype.
+        chunk_rows: rows whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
+
+    Returns, raises: as policy_loss.
+    """
+    flat, weight, bias, _ = checks.lm_head(hidden, weight, bias, targets)
+    settings = checks.transform(weight.shape[0], logit_scale, softcap, temperature, valid_vocab)
+    checks.chunk_rows(chunk_rows)
+    partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
+    inputs, operands = _fused_operands(targets, flat.dtype, advantages, normalizer, ignore_index, *partners)
+    graph = torch.is_grad_enabled()
+    wanted = (graph and x is not None and x.requires_grad for x in (flat, weight, bias))
+    loss, stats, *_ = ops.linear_policy_loss(
+        flat,
+        weight,
+        bias,
+        targets.reshape(-1),
+        *operands,
+        *settings,
+        ignore_index,
+        *inputs.settings().values(),
+        with_entropy,
+        exact_stats,
+        validate,
+        *wanted,
+        full_precision_weight_grad,
+        chunk_rows,
+        backend,
+    )
+    return loss, dict(zip(STATS, stats.unbind(), strict=True))
+
+
+def _fused_operands(
+    targets: Tensor,
+    dtype: torch.dtype,
+    advantages: Tensor,
+    normalizer: Tensor | float | None,
+    ignore_index: int,
+    mask: Tensor | None,
+    weights: Tensor | None,
+    old_logp: Tensor | None,
+    behavior_logp: Tensor | None,
+    ref_logp: Tensor | None,
+    segments: Segments | None,
+    advantage_level: str | None,
+    config: PolicyLossConfig,
+    backend: str,
+) -> tuple[LossInputs, tuple[Any, ...]]:
+    """Operands of a fused loss, with the normalizer in the weights, so that gradients made on the way are final."""
+    inputs = LossInputs.check(
+        TokenGrid(tuple(targets.shape), targets.device, compute_dtype(dtype), "targets"),
+        advantages,
+        mask=mask,
+        weights=weights,
+        old_logp=old_logp,
+        behavior_logp=behavior_logp,
+        ref_logp=ref_logp,
+        segments=segments,
+        advantage_level=advantage_level,
+        config=config,
+        backend=backend,
+        ignored=targets == ignore_index,
+    )
+    if normalizer is None:
+        count = inputs.kept.sum() if inputs.count is None else inputs.count
+        normalizer = count.clamp(min=1)
+    scale = torch.ones_like(inputs.kept) if inputs.weights is None else inputs.weights
+    operands = list(inputs.operands())
+    operands[3] = scale / check_normalizer(normalizer)
+    return inputs, tuple(operands)

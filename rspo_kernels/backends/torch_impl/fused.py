@@ -5,6 +5,8 @@ The logits are read twice and their gradient is written once, a few rows at a ti
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ...config import PolicyLossConfig
@@ -16,7 +18,7 @@ from .policy_loss import policy_loss_forward
 def logits_policy_loss(
     logits: Tensor,
     targets: Tensor,
-    partners: tuple[Tensor | None, ...],
+    partners: tuple[Any, ...],
     segments: RatioSegments | None,
     transform: LogitsTransform,
     config: PolicyLossConfig,
@@ -28,12 +30,11 @@ def logits_policy_loss(
     partners: advantages, advantage_index, mask (required), weights, old_logp, behavior_logp, ref_logp. out may be the
     logits, or None where no gradient is wanted.
     """
-    mask = partners[2]
-    assert mask is not None
-    grid = mask.view(targets.shape)
+    grid = partners[2].view(targets.shape)
     state = token_logprobs_forward(logits, targets, grid, transform, with_entropy)
     entropy = state[1].flatten() if with_entropy else None
-    loss, slope, entropy_slope, stats = policy_loss_forward(state[0].flatten(), *partners, entropy, segments, config)
+    operands: tuple[Any, ...] = (*partners, entropy, segments, config)
+    loss, slope, entropy_slope, stats = policy_loss_forward(state[0].flatten(), *operands)
     if out is not None:
         h = entropy_slope.view(targets.shape) if config.entropy_coef != 0 else None
         token_logprobs_backward(slope.view(targets.shape), h, logits, targets, grid, *state, transform, out)
