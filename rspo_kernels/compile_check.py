@@ -62,9 +62,10 @@ class Result:
 
 def variants() -> list[Any]:
     """Every way in which the kernels are to be compiled, `triton_impl.common.Variant`s."""
-    from .backends.triton_impl import advantages, logprobs, policy_loss
+    from .backends.triton_impl import advantages, logprobs, policy_loss, scans, segment_ratios, steps, whiten
 
-    return [v for module in (logprobs, policy_loss, advantages) for v in module.variants()]
+    modules = (logprobs, policy_loss, segment_ratios, advantages, steps, scans, whiten)
+    return [v for module in modules for v in module.variants()]
 
 
 def compile_variant(index: int, target: str) -> Result:

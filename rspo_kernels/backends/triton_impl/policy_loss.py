@@ -5,12 +5,13 @@ For each token, with r = exp(logp - behavior), c = exp(old - behavior) and the i
     J = A·clip(r)·min(1, cap/c)      loss_t = -J + kl_coef·KL(logp, ref) - entropy_coef·entropy
     d loss_t/d logp = -J where r is not clipped, else 0; plus kl_coef·dKL/d logp
 
-and then loss_sum = Σ w·loss_t and the statistics of config.STATS. PolicyLossConfig has all of it in words,
-reference.policy_loss_terms in PyTorch.
+(or the J of "cispo" and "sapo"), and then loss_sum = Σ w·loss_t and the statistics of config.STATS. PolicyLossConfig
+has all of it in words, reference.policy_loss_terms in PyTorch.
 
 Memory: every input is read once, the gradients are written once; partners of masked tokens are not read. A program
 takes BLOCK tokens and leaves one row of partial sums. The last program to finish, known by a ticket, adds the rows up
-in a fixed order: no float atomics, so two runs give the same bits.
+in a fixed order: no float atomics, so two runs give the same bits. Where tokens share the ratio of a segment, a
+launch before makes the ratios and one after spreads their gradient (segment_ratios.py).
 
 Numerics: float32. Log-ratios are clamped before exp and gradients chosen by `where`, never multiplied by 0: a clipped,
 clamped or masked token, or one of weight 0, has a gradient of exactly 0 whatever else it holds. Log-probs of -inf
@@ -28,17 +29,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import KL_CLAMP, STATS, PolicyLossConfig
+from ...config import CLIPPED_LOSSES, KL_CLAMP, STATS, PolicyLossConfig
 from ..common import RatioSegments
 from .common import Variant, exp, expm1, launch_options, on_device
+from .segment_ratios import LOWEST_LOGP, Members, load_logp
 
-BLOCK = 1024
+BLOCK = 512
 THREADS = 128
 PARTIALS = 64
 """Rows of partial sums that the last program reads at once."""
-
-LOWEST_LOGP = tl.constexpr(-1e30)
-"""Stands for -inf in differences of log-probs, where (-inf) - (-inf) must be 0."""
 
 KL_LIMIT = tl.constexpr(KL_CLAMP)
 
@@ -61,9 +60,7 @@ LOSS = tl.constexpr(len(STATS))
 
 INPUTS = (
     "p_logp", "p_advantages", "p_index", "p_mask", "p_weights", "p_old", "p_behavior", "p_ref", "p_entropy",
-)  # fmt: skip
-SCALARS = (
-    "clip_low", "clip_high", "center_cap", "log_weight_cap", "dual_clip", "kl_coef", "entropy_coef", "clamp",
+    "p_segment", "p_log_r", "p_log_c",
 )  # fmt: skip
 
 
@@ -71,12 +68,6 @@ SCALARS = (
 def bounded(x, limit):
     """x within ±limit; NaN stays NaN."""
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def load_logp(p_x, o_x, b_keep):
-    b_x = tl.load(p_x + o_x, mask=b_keep, other=0.0).to(tl.float32)
-    return tl.maximum(b_x, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -124,14 +115,62 @@ def add_up(p_partials, n_rows, p_loss, p_stats, PARTIALS: tl.constexpr):
     tl.store(p_loss, tl.sum(tl.where(o_slot == LOSS, b_total, 0.0), 0))
 
 
+@triton.jit
+def surrogate(
+    b_ratio, b_center, b_log_c, b_new, b_adv, b_on_policy, b_possible,
+    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative,
+    LOSS_FORM: tl.constexpr, CLIP_CENTER: tl.constexpr, CENTER_CAP: tl.constexpr, WEIGHT_CAP: tl.constexpr,
+    DUAL_CLIP: tl.constexpr, DUAL_CLIP_REPLAY: tl.constexpr,
+):  # fmt: skip
+    """J, its derivative by log r (by logp for "cispo"), and where the lower, upper and dual bound acted."""
+    b_pivot = b_center
+    if CENTER_CAP:
+        b_pivot = tl.minimum(b_pivot, center_cap, propagate_nan=tl.PropagateNan.ALL)
+    if CLIP_CENTER == "none":
+        b_pivot = tl.full(b_center.shape, 1.0, tl.float32)
+    if CLIP_CENTER == "relative":
+        b_lower, b_upper = b_pivot * (1.0 - clip_low), b_pivot * (1.0 + clip_high)
+    else:
+        b_lower, b_upper = b_pivot - clip_low, b_pivot + clip_high
+
+    b_low, b_high, b_dual = b_ratio < b_lower, b_ratio > b_upper, b_possible & False
+    if LOSS_FORM == "sapo":
+        b_tau = tl.where(b_adv > 0.0, tau_positive, tau_negative)
+        b_up = 1.0 / (1.0 + exp(-b_tau * (b_ratio - b_pivot)))
+        b_down = 1.0 / (1.0 + exp(b_tau * (b_ratio - b_pivot)))
+        b_objective = 4.0 / b_tau * b_up * b_adv
+        b_slope = 4.0 * b_up * b_down * b_ratio * b_adv
+        b_low, b_high = b_dual, b_dual
+    elif LOSS_FORM == "cispo":
+        b_slope = tl.where(b_low, b_lower, tl.where(b_high, b_upper, b_ratio)) * b_adv
+        b_objective = tl.where(b_possible, b_slope * b_new, 0.0)
+    else:
+        b_low, b_high = b_low & (b_adv < 0.0), b_high & (b_adv > 0.0)
+        b_bound = tl.where(b_low, b_lower, tl.where(b_high, b_upper, b_ratio))
+        if DUAL_CLIP:
+            b_dual = (b_adv < 0.0) & (b_ratio > dual_clip * b_pivot)
+            if not DUAL_CLIP_REPLAY:
+                b_dual = b_dual & b_on_policy
+            b_bound = tl.where(b_dual, dual_clip * b_pivot, b_bound)
+        b_objective = b_bound * b_adv
+        b_slope = tl.where(b_low | b_high | b_dual, 0.0, b_objective)
+    if WEIGHT_CAP:
+        # min(c, cap)/c, in log space.
+        b_weight = exp(tl.minimum(log_weight_cap - b_log_c, 0.0))
+        b_objective, b_slope = b_objective * b_weight, b_slope * b_weight
+    return b_objective, b_slope, b_low, b_high, b_dual
+
+
 @triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=INPUTS)
 def policy_loss_kernel(
     p_logp, p_advantages, p_index, p_mask, p_weights, p_old, p_behavior, p_ref, p_entropy,
-    p_grad_logp, p_grad_entropy, p_partials, p_ticket, p_loss, p_stats,
+    p_segment, p_log_r, p_log_c,
+    p_grad_logp, p_shared, p_grad_entropy, p_partials, p_ticket, p_loss, p_stats,
     n_tokens,
-    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, kl_coef, entropy_coef, clamp,
-    CLIP_CENTER: tl.constexpr, CENTER_CAP: tl.constexpr, WEIGHT_CAP: tl.constexpr, DUAL_CLIP: tl.constexpr,
-    DUAL_CLIP_REPLAY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_WEIGHTED: tl.constexpr,
+    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative,
+    kl_coef, entropy_coef, clamp,
+    LOSS_FORM: tl.constexpr, CLIP_CENTER: tl.constexpr, CENTER_CAP: tl.constexpr, WEIGHT_CAP: tl.constexpr,
+    DUAL_CLIP: tl.constexpr, DUAL_CLIP_REPLAY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     i_block = tl.program_id(0)
@@ -140,8 +179,7 @@ def policy_loss_kernel(
     b_keep = b_inside
     if p_mask is not None:
         b_keep = b_keep & (tl.load(p_mask + o_t, mask=b_inside, other=0) != 0)
-    b_raw = tl.load(p_logp + o_t, mask=b_keep, other=0.0).to(tl.float32)
-    b_possible = b_raw >= LOWEST_LOGP
+    b_possible = tl.load(p_logp + o_t, mask=b_keep, other=0.0).to(tl.float32) >= LOWEST_LOGP
     b_new = load_logp(p_logp, o_t, b_keep)
     b_old = b_new
     if p_old is not None:
@@ -157,62 +195,54 @@ def policy_loss_kernel(
     if p_weights is not None:
         b_w = tl.load(p_weights + o_t, mask=b_keep, other=0.0).to(tl.float32)
 
-    b_gap = b_new - b_behavior
-    b_movable = b_possible & (tl.abs(b_gap) <= clamp)
-    b_log_c = bounded(b_old - b_behavior, clamp)
-    b_ratio, b_center = exp(bounded(b_gap, clamp)), exp(b_log_c)
-
-    b_pivot = b_center
-    if CENTER_CAP:
-        b_pivot = tl.minimum(b_pivot, center_cap)
-    if CLIP_CENTER == "none":
-        b_pivot = tl.full([BLOCK], 1.0, tl.float32)
-    if CLIP_CENTER == "relative":
-        b_lower, b_upper = b_pivot * (1.0 - clip_low), b_pivot * (1.0 + clip_high)
-    else:
-        b_lower, b_upper = b_pivot - clip_low, b_pivot + clip_high
-
-    b_clip_low = (b_adv < 0.0) & (b_ratio < b_lower)
-    b_clip_high = (b_adv > 0.0) & (b_ratio > b_upper)
-    b_clipped = b_clip_low | b_clip_high
-    b_bound = tl.where(b_clip_low, b_lower, tl.where(b_clip_high, b_upper, b_ratio))
-    b_clip_dual = b_keep & False
-    if DUAL_CLIP:
-        b_clip_dual = (b_adv < 0.0) & (b_ratio > dual_clip * b_pivot)
-        if not DUAL_CLIP_REPLAY:
-            b_clip_dual = b_clip_dual & (b_old == b_behavior)
-        b_bound = tl.where(b_clip_dual, dual_clip * b_pivot, b_bound)
-        b_clipped = b_clipped | b_clip_dual
-    if WEIGHT_CAP:
-        # min(c, cap)/c, in log space.
-        b_bound *= exp(tl.minimum(log_weight_cap - b_log_c, 0.0))
-    b_loss = -b_bound * b_adv
-    b_slope = tl.where(b_movable & (b_clipped == 0), b_loss, 0.0)
+    b_raw_r, b_raw_c = b_new - b_behavior, b_old - b_behavior
+    if p_segment is not None:
+        b_segment = tl.load(p_segment + o_t, mask=b_keep, other=0).to(tl.int64)
+        b_raw_r = tl.load(p_log_r + b_segment, mask=b_keep, other=0.0)
+        b_raw_c = tl.load(p_log_c + b_segment, mask=b_keep, other=0.0)
+    b_movable = tl.abs(b_raw_r) <= clamp
+    b_log_c = bounded(b_raw_c, clamp)
+    b_ratio, b_center = exp(bounded(b_raw_r, clamp)), exp(b_log_c)
+    b_objective, b_slope, b_low, b_high, b_dual = surrogate(
+        b_ratio, b_center, b_log_c, b_new, b_adv, b_raw_c == 0.0, b_possible,
+        clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative,
+        LOSS_FORM, CLIP_CENTER, CENTER_CAP, WEIGHT_CAP, DUAL_CLIP, DUAL_CLIP_REPLAY,
+    )  # fmt: skip
+    b_loss = -b_objective
+    # What reaches logp through the ratio, perhaps a segment's, and what reaches it directly.
+    b_by_ratio = tl.where(b_movable, -b_slope, 0.0)
+    b_direct = tl.zeros([BLOCK], tl.float32)
+    if LOSS_FORM == "cispo":
+        b_by_ratio, b_direct = b_direct, tl.where(b_possible, -b_slope, 0.0)
 
     b_kl = tl.zeros([BLOCK], tl.float32)
     if p_ref is not None:
         b_kl, b_kl_slope = kl_estimate(load_logp(p_ref, o_t, b_keep) - b_new, KL_ESTIMATOR)
         if KL_WEIGHTED:
-            b_kl_slope = b_kl_slope * b_ratio + tl.where(b_movable, b_kl * b_ratio, 0.0)
-            b_kl *= b_ratio
+            b_kl_slope, b_kl = b_kl_slope * b_ratio, b_kl * b_ratio
+            b_by_ratio += kl_coef * tl.where(b_movable, b_kl, 0.0)
         b_loss += kl_coef * b_kl
-        b_slope += kl_coef * tl.where(b_possible, b_kl_slope, 0.0)
+        b_direct += kl_coef * tl.where(b_possible, b_kl_slope, 0.0)
     b_ent = tl.zeros([BLOCK], tl.float32)
     if p_entropy is not None:
         b_ent = tl.load(p_entropy + o_t, mask=b_keep, other=0.0).to(tl.float32)
         b_loss -= entropy_coef * b_ent
         tl.store(p_grad_entropy + o_t, -entropy_coef * b_w, mask=b_inside)
     b_silent = b_w == 0.0
-    tl.store(p_grad_logp + o_t, tl.where(b_silent, 0.0, b_w * b_slope), mask=b_inside)
+    if p_segment is not None:
+        tl.store(p_shared + o_t, tl.where(b_silent, 0.0, b_w * b_by_ratio), mask=b_inside)
+    else:
+        b_direct += tl.where(b_possible, b_by_ratio, 0.0)
+    tl.store(p_grad_logp + o_t, tl.where(b_silent, 0.0, b_w * b_direct), mask=b_inside)
 
     b_change = bounded(b_new - b_old, clamp)
     b_ratio = tl.where(b_keep, b_ratio, 0.0)
     b_center = tl.where(b_keep, b_center, 0.0)
     p_row = p_partials + i_block * SLOTS
     tl.store(p_row + NUM_TOKENS, tl.sum(tl.where(b_keep, 1.0, 0.0), 0))
-    tl.store(p_row + CLIP_LOW, tl.sum(tl.where(b_clip_low, 1.0, 0.0), 0))
-    tl.store(p_row + CLIP_HIGH, tl.sum(tl.where(b_clip_high, 1.0, 0.0), 0))
-    tl.store(p_row + CLIP_DUAL, tl.sum(tl.where(b_clip_dual, 1.0, 0.0), 0))
+    tl.store(p_row + CLIP_LOW, tl.sum(tl.where(b_keep & b_low, 1.0, 0.0), 0))
+    tl.store(p_row + CLIP_HIGH, tl.sum(tl.where(b_keep & b_high, 1.0, 0.0), 0))
+    tl.store(p_row + CLIP_DUAL, tl.sum(tl.where(b_keep & b_dual, 1.0, 0.0), 0))
     tl.store(p_row + KL_K1, tl.sum(-b_change, 0))
     tl.store(p_row + KL_K3, tl.sum(k3_minus(b_change), 0))
     tl.store(p_row + KL_REF, tl.sum(b_kl, 0))
@@ -256,11 +286,19 @@ def policy_loss_forward(
     partials = logp.new_empty(n_blocks, SLOTS.value, dtype=torch.float32)
     ticket = logp.new_zeros(1, dtype=torch.int32)
     loss, stats = logp.new_empty((), dtype=torch.float32), logp.new_empty(len(STATS), dtype=torch.float32)
+    shared, ratios = None, (None, None, None)
+    if segments is not None:
+        members = Members.of(segments)
+        shared = torch.empty_like(grad_logp)
+        ratios = (segments.index.contiguous(), *members.log_ratios(inputs[0], inputs[5], inputs[6]))
     with on_device(logp):
         policy_loss_kernel[(n_blocks,)](
-            *inputs, grad_logp, grad_entropy, partials, ticket, loss, stats, n_tokens, *scalars(config).values(),
+            *inputs, *ratios, grad_logp, shared, grad_entropy, partials, ticket, loss, stats,
+            n_tokens, *scalars(config).values(),
             **options(config), BLOCK=block, PARTIALS=PARTIALS, **launch_options(THREADS),
         )  # fmt: skip
+    if segments is not None:
+        members.add_gradient(inputs[0], shared, grad_logp)
     return loss, grad_logp, grad_entropy, stats
 
 
@@ -272,6 +310,8 @@ def scalars(config: PolicyLossConfig) -> dict[str, float]:
         "center_cap": float(config.center_cap or 0.0),
         "log_weight_cap": math.log(config.weight_cap or 1.0),
         "dual_clip": float(config.dual_clip or 0.0),
+        "tau_positive": float(config.sapo_tau_positive),
+        "tau_negative": float(config.sapo_tau_negative),
         "kl_coef": float(config.kl_coef),
         "entropy_coef": float(config.entropy_coef),
         "clamp": float(config.log_ratio_clamp),
@@ -281,6 +321,7 @@ def scalars(config: PolicyLossConfig) -> dict[str, float]:
 def options(config: PolicyLossConfig) -> dict[str, bool | str]:
     """The config's choices: each combination is a kernel of its own."""
     return {
+        "LOSS_FORM": "clipped" if config.loss in CLIPPED_LOSSES else config.loss,
         "CLIP_CENTER": config.clip_center,
         "CENTER_CAP": config.center_cap is not None,
         "WEIGHT_CAP": config.weight_cap is not None,
@@ -292,19 +333,19 @@ def options(config: PolicyLossConfig) -> dict[str, bool | str]:
 
 
 def variants() -> Iterator[Variant]:
-    """For compile_check: the kernel with the least and the most it can be given."""
-    full = PolicyLossConfig(
-        clip_center="relative", center_cap=1.0, weight_cap=2.0, dual_clip=3.0, kl_weighted=True, kl_estimator="k3"
-    )
-    outputs = {name: "*fp32" for name in ("p_grad_logp", "p_grad_entropy", "p_partials", "p_loss", "p_stats")}
-    fixed = outputs | {"p_ticket": "*i32", "n_tokens": "i32"} | {name: "fp32" for name in scalars(full)}
-    special = {"p_index": "*i64", "p_mask": "*i1"}
+    """For compile_check: the kernel with the least and the most it can be given, and the forms of the loss."""
+    most = {"clip_center": "relative", "center_cap": 1.0, "weight_cap": 2.0, "kl_weighted": True}
+    plain = INPUTS[:9]
     for name, config, given in (
         ("minimal", PolicyLossConfig(), ("p_logp", "p_advantages")),
-        ("RSPO", PolicyLossConfig(center_cap=1.0, kl_coef=0.01), tuple(n for n in INPUTS if n != "p_entropy")),
-        ("full", full, INPUTS),
+        ("RSPO", PolicyLossConfig(center_cap=1.0, kl_coef=0.01), tuple(n for n in plain if n != "p_entropy")),
+        ("full", PolicyLossConfig(**most, dual_clip=3.0), plain),
+        ("full, segments", PolicyLossConfig(**most, dual_clip=3.0), INPUTS),
+        ("full, cispo", PolicyLossConfig("cispo", **most), plain),
+        ("full, sapo", PolicyLossConfig("sapo", **most), plain),
     ):
-        types = {n: special.get(n, "*fp32") for n in given}
+        types = dict.fromkeys(policy_loss_kernel.arg_names, "*fp32") | dict.fromkeys(scalars(config), "fp32")
+        types |= {"p_index": "*i64", "p_mask": "*i1", "p_segment": "*i64", "p_ticket": "*i32", "n_tokens": "i32"}
         absent = dict.fromkeys(n for n in INPUTS if n not in given)
         constants = absent | options(config) | {"BLOCK": BLOCK, "PARTIALS": PARTIALS}
-        yield Variant(policy_loss_kernel, name, fixed | types, constants, THREADS)
+        yield Variant(policy_loss_kernel, name, types, constants, THREADS)
