@@ -23,9 +23,11 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 TARGETS = {
@@ -61,11 +63,12 @@ class Result:
 
 
 def variants() -> list[Any]:
-    """Every way in which the kernels are to be compiled, `triton_impl.common.Variant`s."""
-    from .backends.triton_impl import advantages, logprobs, policy_loss, scans, segment_ratios, steps, whiten
+    """Every way in which the kernels are to be compiled, `triton_impl.common.Variant`s, from all files there."""
+    from .backends import triton_impl
 
-    modules = (logprobs, policy_loss, segment_ratios, advantages, steps, scans, whiten)
-    return [v for module in modules for v in module.variants()]
+    names = sorted(module.name for module in iter_modules(triton_impl.__path__, f"{triton_impl.__name__}."))
+    modules = [import_module(name) for name in names]
+    return [variant for module in modules if hasattr(module, "variants") for variant in module.variants()]
 
 
 def compile_variant(index: int, target: str) -> Result:
