@@ -1,0 +1,73 @@
+"""What a run counts and reports: costs, timings, metrics, evaluations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .config import Config
+from .envs.base import BatchedEnv
+from .evaluate import evaluate
+from .metrics import identical_states, trajectory_metrics
+from .models import Policy
+from .timing import PhaseTimer
+from .tracking import Tracker
+from .trajectory import Trajectory
+
+
+class Bookkeeper:
+    """Counters of a run and the records made of them.
+
+    step: updates of agent A.  trajectories, tokens: sampled for training so far, agent B's included, evaluation's not;
+    tokens are response tokens.  seconds: spent on training so far.
+    """
+
+    def __init__(self, config: Config, env: BatchedEnv, tracker: Tracker, timer: PhaseTimer) -> None:
+        self.config = config
+        self.env = env
+        self.tracker = tracker
+        self.timer = timer
+        self.step = 0
+        self.trajectories = 0
+        self.tokens = 0
+        self.seconds = 0.0
+        self._last = time.perf_counter()
+
+    def count(self, trajectories: Sequence[Trajectory]) -> None:
+        """Add sampled trajectories to the cost."""
+        self.trajectories += len(trajectories)
+        self.tokens += sum(trajectory.num_tokens for trajectory in trajectories)
+
+    def record(self, kind: str, trajectories: Sequence[Trajectory], stats: Mapping[str, float]) -> None:
+        """Report an update ("update" of A, "dense" of B) or a collection ("collect")."""
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        self.seconds += elapsed
+        values = {**trajectory_metrics(trajectories), **identical_states(trajectories), **stats}
+        phases = {**self.timer.take(), "seconds/total": elapsed}
+        self.tracker.record(kind, self.step, {**values, **phases, **self.cost()})
+        self.tracker.show(_PHASES[kind], values, advance=1 if kind == "update" else 0)
+
+    def cost(self) -> dict[str, float]:
+        """Cumulative cost of training."""
+        return {"trajectories": self.trajectories, "tokens": self.tokens, "seconds": self.seconds}
+
+    def evaluate(self, policy: Policy) -> dict[str, float]:
+        """Evaluate on held-out episodes; its time and samples are not part of the cost."""
+        values = evaluate(policy, self.env, self.config)
+        self.tracker.record("evaluation", self.step, {**values, **self.cost()})
+        self._last = time.perf_counter()
+        return values
+
+    def state(self) -> dict[str, Any]:
+        """Counters as plain values."""
+        return {"step": self.step, **self.cost()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state`."""
+        self.step, self.trajectories, self.tokens = state["step"], state["trajectories"], state["tokens"]
+        self.seconds = state["seconds"]
+
+
+_PHASES = {"update": "A: outcome rewards", "dense": "B: dense rewards", "collect": "B: collecting"}

@@ -1,0 +1,83 @@
+"""Checkpoints: everything that a run needs to go on to the same result.
+
+A checkpoint is a folder that transformers can load as it stands (model and tokenizer), plus `optimizer.pt` (tensors
+and plain values, read back with `weights_only=True`), `state.json` (counters and random streams) and, where the
+replay buffer outlives a loop, `buffer.jsonl`. It is written beside its place and renamed into it, so that a folder of
+that name is always complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .agent import Agent
+from .config import Config, ConfigError
+from .models import Policy
+from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
+
+PREFIX = "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `load_checkpoint` found."""
+
+    agent: Agent
+    state: dict[str, Any]
+    buffer: list[Trajectory]
+
+
+def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory] = ()) -> None:
+    """Write a checkpoint folder, atomically; `state` holds plain values only."""
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    agent.policy.save(partial)
+    torch.save(agent.optimizer.state_dict(), partial / "optimizer.pt")
+    (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    if buffer:
+        with open(partial / "buffer.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+    shutil.rmtree(path, ignore_errors=True)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path, config: Config) -> Checkpoint:
+    """Read a checkpoint folder; nothing in it is unpickled as code. Raises ConfigError where it is incomplete."""
+    missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
+    if missing:
+        raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
+    agent = Agent(Policy.load(path, config.policy), config.optimizer)
+    agent.optimizer.load_state_dict(
+        torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device)
+    )
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    buffer = []
+    if (path / "buffer.jsonl").is_file():
+        with open(path / "buffer.jsonl", encoding="utf-8") as file:
+            buffer = [trajectory_from_json(json.loads(line)) for line in file]
+    return Checkpoint(agent, state, buffer)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in a folder, oldest first."""
+    return sorted(folder.glob(f"{PREFIX}*"), key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint after a step goes."""
+    return folder / f"{PREFIX}{step:06d}"
+
+
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Delete all but the newest `keep`."""
+    for path in list_checkpoints(folder)[:-keep]:
+        shutil.rmtree(path)

@@ -1,0 +1,130 @@
+"""Configurations as YAML files and as `section.field=value` flags."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import PRESETS, Config, ConfigError
+
+
+def preset(name: str, method: str = "rspo") -> Config:
+    """The named preset. Raises ConfigError naming the presets there are."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
+    return PRESETS[name](method)
+
+
+def load_config(path: str | Path, base: Config | None = None) -> Config:
+    """A YAML file laid over `base` (the default preset). Raises ConfigError naming the file."""
+    with open(path, encoding="utf-8") as file:
+        values = yaml.safe_load(file)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+    try:
+        return overlay(base or Config(), values)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def save_config(config: Config, path: str | Path) -> None:
+    """Write every field as YAML."""
+    Path(path).write_text(yaml.safe_dump(_plain(asdict(config)), sort_keys=False), encoding="utf-8")
+
+
+def apply_flags(config: Config, flags: Sequence[str]) -> Config:
+    """Lay `section.field=value` flags over a configuration; values are read as YAML."""
+    values: dict[str, Any] = {}
+    for flag in flags:
+        key, separator, text = flag.partition("=")
+        if not separator:
+            raise ConfigError(f"--set takes section.field=value, got {flag!r}")
+        target = values
+        *sections, name = key.strip().split(".")
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"--set {flag!r}: {section!r} was given a value before")
+        target[name] = yaml.safe_load(text)
+    return overlay(config, values)
+
+
+def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A copy of a configuration (or section) with the given values, converted to the fields' types and checked."""
+    hints = _hints(type(config))
+    changes: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if key not in hints:
+            raise ConfigError(f"unknown setting {name!r}{_suggestion(key, hints)}; {_allowed(prefix, hints)}")
+        current = getattr(config, key)
+        if is_dataclass(current):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{name} is a section of settings, got the value {value!r}")
+            changes[key] = overlay(current, value, f"{name}.")
+        else:
+            changes[key] = _convert(name, value, hints[key])
+    try:
+        return replace(config, **changes)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a section from elsewhere, as PolicyLossConfig, does not know its own place
+        raise ConfigError(f"{prefix}{error}") from error
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _suggestion(key: str, hints: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(key, hints, n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _allowed(prefix: str, hints: Mapping[str, Any]) -> str:
+    where = f"the fields of {prefix[:-1]!r} are" if prefix else "the top-level names are"
+    return f"{where} {', '.join(hints)}"
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """A value from YAML as the type of its field. YAML reads `1e-3` as text, so numbers are parsed from it too."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        origin = typing.get_origin(hint)
+    try:
+        if origin is tuple:
+            return tuple(float(part) for part in value)
+        if origin is dict:
+            return dict(value)
+        if hint is float and not isinstance(value, bool):
+            return float(value)
+        if hint is int and not isinstance(value, bool) and float(value) == int(float(value)):
+            return int(float(value))
+        if hint in (bool, str) and isinstance(value, hint):
+            return value
+    except (TypeError, ValueError):
+        pass
+    expected = getattr(hint, "__name__", str(hint))
+    raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, which YAML's safe dialect knows."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return value

@@ -1,0 +1,41 @@
+"""What is reported of a batch of trajectories."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from .trajectory import Trajectory
+
+
+def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Means over trajectories: success and truncation rate, outcome reward, task score, dense return, turns; and the
+    share of invalid actions among turns."""
+    turns = sum(len(t) for t in trajectories)
+    invalid = sum(not turn.is_action_valid for t in trajectories for turn in t.turns)
+    return {
+        "success": float(np.mean([t.won for t in trajectories])),
+        "reward": float(np.mean([t.outcome for t in trajectories])),
+        "task_score": float(np.mean([t.task_score for t in trajectories])),
+        "dense_return": float(np.mean([t.dense_return for t in trajectories])),
+        "turns": turns / len(trajectories),
+        "truncated": float(np.mean([t.truncated for t in trajectories])),
+        "invalid_actions": invalid / max(turns, 1),
+    }
+
+
+def identical_states(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Repeated visits, Σ (visits - 1) over the anchors of each group (the paper's Table 6): raw, and per turn,
+    because methods sample different numbers of turns."""
+    visits = Counter((t.group, turn.anchor) for t in trajectories for turn in t.turns)
+    turns = sum(visits.values())
+    repeated = turns - len(visits)
+    return {"identical_states": float(repeated), "identical_states_per_turn": repeated / max(turns, 1)}
+
+
+def zero_advantage_fraction(trajectories: Sequence[Trajectory]) -> float:
+    """Share of trajectories without any advantage: they teach nothing."""
+    zero = [t.advantages is None or not np.any(t.advantages) for t in trajectories]
+    return float(np.mean(zero)) if zero else 0.0

@@ -1,0 +1,71 @@
+"""Records of a run: metrics as JSON lines, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Tracker:
+    """Writes `metrics.jsonl` and shows progress.
+
+    Args:
+        folder: the run's folder.
+        steps: A-updates in all.
+        start: A-updates already made; records after them (from a run that went on past its checkpoint) are dropped.
+        progress: show a bar.
+    """
+
+    def __init__(self, folder: Path, steps: int, start: int = 0, progress: bool = True) -> None:
+        self.path = folder / METRICS_FILE
+        if start or self.path.exists():
+            kept = [record for record in read_metrics(folder) if record["step"] <= start] if start else []
+            partial = self.path.with_suffix(".partial")
+            partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            os.replace(partial, self.path)
+        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
+        self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
+
+    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Append a record: kind is "start", "update", "dense", "collect" or "evaluation"; step counts A-updates."""
+        plain: dict[str, Any] = {"kind": kind, "step": step}
+        for name, value in values.items():
+            plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
+        self.file.write(json.dumps(plain) + "\n")
+        self.file.flush()
+
+    def show(self, phase: str, values: Mapping[str, float], advance: int = 0) -> None:
+        """Update the bar."""
+        clipped = values.get("clip_frac_low", 0.0) + values.get("clip_frac_high", 0.0)
+        self.bar.set_description(phase)
+        self.bar.set_postfix(
+            success=f"{values['success']:.1%}",
+            reward=f"{values['reward']:.2f}",
+            clipped=f"{clipped:.1%}",
+            kl=f"{values.get('approx_kl_k3', 0.0):.4f}",
+            refresh=False,
+        )
+        self.bar.update(advance)
+
+    def close(self) -> None:
+        """Close file and bar."""
+        self.bar.close()
+        self.file.close()
+
+
+def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """Records of a run, of one kind or all. Raises FileNotFoundError that names the missing file."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {folder} is not the folder of a run")
+    with open(path, encoding="utf-8") as file:
+        records = [json.loads(line) for line in file if line.strip()]
+    return [record for record in records if kind is None or record["kind"] == kind]

@@ -1,0 +1,184 @@
+"""RSPO, Algorithm 1 of the paper (arXiv 2607.04713), and GRPO as the same loop without agent B.
+
+The numbers in the comments are the lines of Algorithm 1. Mechanics are elsewhere: `rollout` plays episodes, `rewards`
+labels them, `estimators` makes advantages, `replay` keeps and orders B's trajectories, `update` holds mini-batches
+and eq. 1, `bookkeeping` what is reported, `rspo_kernels` the loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .agent import Agent
+from .bookkeeping import Bookkeeper
+from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
+from .config import Config
+from .engines import TransformersEngine
+from .envs.base import BatchedEnv
+from .estimators import make_estimator
+from .metrics import trajectory_metrics, zero_advantage_fraction
+from .models import Policy
+from .randomness import RandomStreams
+from .replay import ReplayBuffer
+from .rewards import NonFiniteError, RewardFunction, make_dense_reward, outcome_reward, relabel
+from .rollout import rollout
+from .timing import PhaseTimer
+from .tracking import Tracker
+from .trajectory import Batch, Trajectory
+from .update import prepare, update
+
+
+class Trainer:
+    """Trains agent A.
+
+    Args:
+        config: all settings.
+        folder: checkpoints go to `folder/checkpoints`.
+        env: for training and evaluation in turn.
+        agent: agent A, at the start policy.
+        reference: the frozen base that a KL term pulls towards; needed where `config.loss.kl_coef > 0`.
+        tracker: takes the records.
+    """
+
+    def __init__(
+        self, config: Config, folder: Path, env: BatchedEnv, agent: Agent, reference: Policy | None, tracker: Tracker
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.env = env
+        self.agent = agent
+        self.reference = reference
+        self.random = RandomStreams(config.run.seed, agent.policy.device)
+        self.timer = PhaseTimer()
+        self.books = Bookkeeper(config, env, tracker, self.timer)
+        self.estimator = make_estimator(config.estimator)
+        self.buffer = ReplayBuffer(config.swap, self.random.replay)
+        self.swaps = config.method == "rspo"
+
+        def dense() -> RewardFunction:
+            return make_dense_reward(config.rewards, env.has_dense_reward, self.random.noise)
+
+        # B learns from dense rewards (from outcomes in the ablation RSPO_O), A from outcomes.
+        self.reward_b = dense() if self.swaps and config.swap.source == "dense" else outcome_reward
+        self.reward_a = dense() if config.rewards.train == "dense" else outcome_reward
+
+    def train(self) -> None:
+        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way."""
+        if self.books.step == 0:
+            self.books.evaluate(self.agent.policy)
+        try:
+            while self.books.step < self.config.run.steps:  # 3: for each loop of RSPO do
+                self._loop()
+                self._save_if_due()
+        except NonFiniteError:
+            self._save(self.folder / "checkpoints" / "failed")
+            raise
+
+    def _loop(self) -> None:
+        """One loop of Algorithm 1; under GRPO, one update."""
+        swap = self.config.swap
+        if self.swaps and swap.source != "history":
+            self._train_b_and_collect()
+
+        history: list[Trajectory] = []
+        updates = min(swap.k if self.swaps else 1, self.config.run.steps - self.books.step)
+        for _ in range(updates):  # 12-13: update using outcome rewards
+            history += self._update_a()
+
+        self.buffer.clear()  # 19: D <- ∅
+        if self.swaps and swap.source == "history":
+            self.buffer.add(history)  # the ablation RSPO_H: the next loop replays A's own trajectories
+
+    def _train_b_and_collect(self) -> None:
+        """Lines 4 to 11: agent B learns from dense rewards, then fills the buffer."""
+        swap = self.config.swap
+        tasks = self.config.on_policy_tasks(self.alpha)
+        agent_b = self.agent.branch(swap.fresh_optimizer)  # 5: set π_dense = π_θ
+        for _ in range(swap.k):  # 6
+            trajectories = self._rollout(agent_b, tasks)  # 7: sample (1 - α)·B tasks, generate with π_dense
+            relabel(trajectories, self.reward_b)  # 8: compute dense rewards
+            self.estimator(trajectories)
+            stats = self._update(agent_b, trajectories)  # 9: update π_dense
+            self.books.record("dense", trajectories, stats)
+
+        collected = self._rollout(agent_b, swap.buffer_tasks)  # 11: collect with π_dense,
+        relabel(collected, outcome_reward)  # re-evaluate with outcome rewards,
+        self.estimator(collected)  # (advantages of full groups: a selection of successes would have none)
+        self.buffer.add(collected)  # and add to D
+        self.books.record("collect", collected, {"zero_advantages": zero_advantage_fraction(collected)})
+
+    def _update_a(self) -> list[Trajectory]:
+        """Lines 14 to 17: one update of agent A. Returns its on-policy trajectories."""
+        alpha = self.alpha
+        on_policy = self._rollout(self.agent, self.config.on_policy_tasks(alpha))  # 14: D_on
+        relabel(on_policy, self.reward_a)
+        self.estimator(on_policy)
+        replayed = self.buffer.sample(self.config.replay_size(alpha))  # 15: D_off
+        stats = self._update(self.agent, [*on_policy, *replayed], alpha)  # 16-17: D_mix, eq. 1
+
+        stats |= {"alpha": alpha, "zero_advantages": zero_advantage_fraction(on_policy)}
+        stats["replay/trajectories"] = len(replayed)
+        if replayed:
+            stats["replay/success"] = trajectory_metrics(replayed)["success"]
+            stats["replay/zero_advantages"] = zero_advantage_fraction(replayed)
+        self.books.step += 1
+        self.books.record("update", on_policy, stats)
+        if self._due(self.config.evaluation.every):
+            self.books.evaluate(self.agent.policy)
+        return on_policy
+
+    @property
+    def alpha(self) -> float:
+        """The share of replay at the current step; 0 under GRPO."""
+        return self.config.alpha_at(self.books.step) if self.swaps else 0.0
+
+    def _rollout(self, agent: Agent, num_tasks: int) -> list[Trajectory]:
+        """Play random training tasks, `group_size` times each."""
+        tasks = self.env.tasks("train")
+        chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
+        seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
+        trajectories = rollout(
+            self.env,
+            TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
+            [tasks[i] for i in chosen],
+            seeds,
+            group_size=self.config.rollout.group_size,
+            history_length=self.config.env.history_length,
+            timer=self.timer,
+        )
+        self.books.count(trajectories)
+        return trajectories
+
+    def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
+        """One update of an agent on trajectories with advantages: one pass, in mini-batches."""
+        with self.timer("batch"):
+            batch = Batch.from_trajectories(trajectories).to(agent.policy.device)
+        with self.timer("logprobs"):
+            batch = prepare(agent.policy, batch, self.config, self.reference)
+        return update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
+
+    # Checkpoints stand between loops, where agent B does not exist.
+
+    def _due(self, every: int) -> bool:
+        """Whether something that happens every so many updates, and after the last, happens now."""
+        return self.books.step == self.config.run.steps or (every > 0 and self.books.step % every == 0)
+
+    def _save_if_due(self) -> None:
+        folder, every, step = self.folder / "checkpoints", self.config.run.save_every, self.books.step
+        saved = list_checkpoints(folder)
+        latest = int(saved[-1].name.split("-")[1]) if saved else 0
+        if step == self.config.run.steps or (every > 0 and step // every > latest // every):
+            self._save(checkpoint_path(folder, step))
+            prune_checkpoints(folder, self.config.run.keep)
+
+    def _save(self, path: Path) -> None:
+        state = {**self.books.state(), "random": self.random.state()}
+        save_checkpoint(path, self.agent, state, self.buffer.trajectories)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint."""
+        self.agent = checkpoint.agent
+        self.books.load_state(checkpoint.state)
+        self.random.load_state(checkpoint.state["random"])
+        if checkpoint.buffer:
+            self.buffer.add(checkpoint.buffer)
