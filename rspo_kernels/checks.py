@@ -46,6 +46,20 @@ def positive(name: str, value: float) -> float:
     return float(value)
 
 
+def fraction(name: str, value: float) -> float:
+    """A Python number in [0, 1], as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number in [0, 1], got {value!r}")
+    return float(value)
+
+
+def finite(name: str, value: float) -> float:
+    """A finite Python number, as a float."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return float(value)
+
+
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """One of the listed values."""
     if value not in allowed:

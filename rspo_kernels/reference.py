@@ -234,3 +234,100 @@ def group_advantages(
             a = a / ((centered**2).sum().div(n - 1).sqrt() + eps)
         advantages[members] = a
     return advantages
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    segment_ids: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    mask: Tensor | None = None,
+    bootstrap: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A_t = (r_t - V_t) + gamma·V_next + gamma·lam·A_next over a segment's unmasked tokens, and A + V; all [N].
+
+    segment_ids [N] are the indices into `bootstrap`, the value after the last token; a segment's tokens stand in order.
+    """
+    keep = torch.ones_like(segment_ids, dtype=torch.bool) if mask is None else mask != 0
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    for segment in segment_ids.unique().tolist():
+        next_value = values.new_zeros(()) if bootstrap is None else bootstrap[segment]
+        next_advantage = values.new_zeros(())
+        for t in reversed((keep & (segment_ids == segment)).nonzero().flatten().tolist()):
+            advantages[t] = (rewards[t] - values[t]) + gamma * next_value + gamma * lam * next_advantage
+            returns[t] = advantages[t] + values[t]
+            next_value, next_advantage = values[t], advantages[t]
+    return advantages, returns
+
+
+def discounted_returns(
+    rewards: Tensor, segment_ids: Tensor, *, gamma: float = 0.95, mask: Tensor | None = None
+) -> Tensor:
+    """G_t = r_t + gamma·G_next over a segment's unmasked entries, 0 where masked; all [N]."""
+    keep = torch.ones_like(segment_ids, dtype=torch.bool) if mask is None else mask != 0
+    returns = torch.zeros_like(rewards)
+    for segment in segment_ids.unique():
+        following = rewards.new_zeros(())
+        for t in reversed((keep & (segment_ids == segment)).nonzero().flatten().tolist()):
+            returns[t] = following = rewards[t] + gamma * following
+    return returns
+
+
+def masked_whiten(x: Tensor, mask: Tensor | None = None, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+    """(x - mean)/sqrt(var + eps) over the unmasked entries, plus mean without shift_mean; 0 where masked."""
+    keep = torch.ones_like(x, dtype=torch.bool) if mask is None else mask != 0
+    out = torch.zeros_like(x)
+    kept = x[keep]
+    if kept.numel():
+        centered = (kept - kept[0]) - (kept - kept[0]).mean()  # exactly 0 for identical entries
+        variance = (centered**2).sum() / max(kept.numel() - 1, 1)
+        out[keep] = centered / (variance + eps).sqrt() + (0.0 if shift_mean else kept.mean())
+    return out
+
+
+def step_advantages(
+    step_rewards: Tensor,
+    groups: Tensor,
+    trajectories: Tensor,
+    anchors: Tensor,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    mode: str = "mean_std_norm",
+    rows: bool = False,
+    singleton: str = "zero",
+    valid: Tensor | None = None,
+    penalties: Tensor | None = None,
+    episode_rewards: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GiGPO: episode + step_weight·step, episode advantages, step advantages, discounted returns, all [T]."""
+    keep = torch.ones_like(groups, dtype=torch.bool) if valid is None else valid != 0
+    penalty = torch.zeros_like(step_rewards) if penalties is None else torch.where(keep, penalties, 0.0)
+    total, returns, episode, step = (torch.zeros_like(step_rewards) for _ in range(4))
+    scale = "std" if mode == "mean_std_norm" else None
+    for group in groups[keep].unique():
+        in_group = keep & (groups == group)
+        first = []
+        for trajectory in trajectories[in_group].unique():
+            turns = (in_group & (trajectories == trajectory)).nonzero().flatten()
+            first.append(turns[0])
+            total[turns] = step_rewards[turns].sum() if episode_rewards is None else episode_rewards[turns[0]]
+            returns[turns] = discounted_returns(step_rewards[turns], torch.zeros_like(turns), gamma=gamma)
+
+        def normalize(scores: Tensor, alone: str) -> Tensor:
+            return group_advantages(scores, torch.zeros(scores.numel()), scale=scale, singleton=alone, eps=eps)
+
+        if rows:
+            episode[in_group] = normalize((total - penalty)[in_group], singleton)
+        else:
+            for turn, advantage in zip(first, normalize(total[torch.stack(first)], singleton), strict=True):
+                same = in_group & (trajectories == trajectories[turn])
+                episode[same] = advantage - penalty[same]
+        for anchor in anchors[in_group].unique():
+            same = in_group & (anchors == anchor)
+            step[same] = normalize((returns - penalty)[same], "zero")
+    returns = torch.where(keep, returns - penalty, 0.0)
+    return torch.where(keep, episode + step_weight * step, 0.0), episode, step, returns

@@ -99,6 +99,30 @@ class Segments:
             return self.token_sequence
         return self.sequence_set.long()[self.token_sequence]
 
+    @cached_property
+    def cu_sequences(self) -> Tensor:
+        """Offsets of the sequences once their turns stand together, int64 [num_sequences + 1]."""
+        if self.turn_sequence is None:
+            return self.cu_turns
+        lengths = self.cu_turns.diff().long()
+        sizes = lengths.new_zeros(self.num_sequences).index_add(0, self.turn_sequence.long(), lengths)
+        return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+    @cached_property
+    def sequence_order(self) -> Tensor | None:
+        """Tokens in the order in which the turns of a sequence stand together, int64 [N]; None: they already do.
+
+        Sequence s holds the tokens sequence_order[cu_sequences[s]:cu_sequences[s + 1]].
+        """
+        if self.turn_sequence is None:
+            return None
+        turns = torch.argsort(self.turn_sequence, stable=True)
+        lengths = self.cu_turns.diff().long()[turns]
+        # Where a turn begins here, less where it begins there: the same for all of its tokens.
+        shift = self.cu_turns[:-1].long()[turns] - (lengths.cumsum(0) - lengths)
+        tokens = torch.arange(self.num_tokens, device=self.cu_turns.device)
+        return tokens + torch.repeat_interleave(shift, lengths, output_size=self.num_tokens)
+
     def level(self, name: str) -> tuple[Tensor, int]:
         """Segment of each token, int64 [N], and the number of segments, at level "turn", "sequence" or "set"."""
         return {

@@ -45,3 +45,26 @@ def kept(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> Te
     """Which tokens count, bool of the shape of the targets."""
     keep = targets != transform.ignore_index
     return keep if mask is None else keep & mask
+
+
+@dataclass(frozen=True)
+class ScanLayout:
+    """Segments to scan over: segment s holds the tokens order[cu[s]:cu[s + 1]] of a tensor [N], in that order.
+
+    order: int64 [N]; None: the tokens stand in order already.
+    cu: int [segments + 1]; None: segments of `length` tokens each.
+    """
+
+    order: Tensor | None
+    cu: Tensor | None
+    length: int
+
+    def count(self, num_tokens: int) -> int:
+        """Number of segments."""
+        return num_tokens // max(self.length, 1) if self.cu is None else self.cu.numel() - 1
+
+    def token_segment(self, x: Tensor) -> Tensor:
+        """Segment of each place in the order, int64 [N] for a tensor x [N]."""
+        n = x.numel()
+        segments = torch.arange(self.count(n), device=x.device)
+        return torch.repeat_interleave(segments, self.length if self.cu is None else self.cu.diff(), output_size=n)

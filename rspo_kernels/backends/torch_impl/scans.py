@@ -22,8 +22,7 @@ def gae(
     Masked tokens are left out before anything else, so that the token after the next one is the next entry.
     """
     dtype = compute_dtype(rewards.dtype if values is None else torch.promote_types(rewards.dtype, values.dtype))
-    count, lengths = layout.lengths(rewards)
-    segment = torch.repeat_interleave(torch.arange(count, device=rewards.device), lengths, output_size=rewards.numel())
+    segment = layout.token_segment(rewards)
     place = torch.arange(rewards.numel(), device=rewards.device) if layout.order is None else layout.order
     if mask is not None:
         kept = mask[place]
@@ -32,8 +31,7 @@ def gae(
     sums = rewards[place].double()
     if values is not None:
         v = values[place].double()
-        after = torch.zeros(count, dtype=v.dtype, device=v.device) if bootstrap is None else bootstrap.double()
-        following = after[segment]
+        following = torch.zeros_like(v) if bootstrap is None else bootstrap.double()[segment]
         following[:-1] = torch.where(segment[1:] == segment[:-1], v[1:], following[:-1])
         sums = sums - v + gamma * following
     sums = _discounted_sums(sums, segment, gamma if values is None else gamma * lam)
