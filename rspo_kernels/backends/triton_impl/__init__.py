@@ -3,5 +3,17 @@
 from .advantages import group_advantages
 from .logprobs import token_logprobs_backward, token_logprobs_forward
 from .policy_loss import policy_loss_forward
+from .scans import discounted_returns, gae
+from .steps import step_advantages
+from .whiten import masked_whiten
 
-__all__ = ["group_advantages", "policy_loss_forward", "token_logprobs_backward", "token_logprobs_forward"]
+__all__ = [
+    "discounted_returns",
+    "gae",
+    "group_advantages",
+    "masked_whiten",
+    "policy_loss_forward",
+    "step_advantages",
+    "token_logprobs_backward",
+    "token_logprobs_forward",
+]

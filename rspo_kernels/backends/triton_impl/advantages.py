@@ -37,16 +37,11 @@ def same_group(p_groups, b_group, start, n, COLS: tl.constexpr):
     return o_j, (b_group[:, None] == b_other[None, :]) & (o_j < n)[None, :]
 
 
-@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_rewards", "p_groups"])
-def group_advantages_kernel(
-    p_rewards, p_groups, p_out, n, eps,
-    LEAVE_ONE_OUT: tl.constexpr, STD: tl.constexpr, RAW_SINGLETON: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    o_i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    b_inside = o_i < n
-    b_group = tl.load(p_groups + o_i, mask=b_inside, other=0)
-    b_reward = tl.load(p_rewards + o_i, mask=b_inside, other=0.0).to(tl.float32)
-
+@triton.jit
+def against_group(
+    p_rewards, p_groups, b_reward, b_group, b_inside, n, eps, STD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Each of b_reward [ROWS] less its group's mean (and divided by std + eps), and the size of its group."""
     b_first = tl.full([ROWS], 2147483647, tl.int32)
     b_size = tl.zeros([ROWS], tl.float32)
     for start in range(0, n, COLS):
@@ -64,7 +59,6 @@ def group_advantages_kernel(
         b_sum += tl.sum(b_d, 1)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_d), 1))
     b_mean = b_sum / tl.maximum(b_size, 1.0)
-    b_others = tl.maximum(b_size - 1.0, 1.0)
     b_advantage = (b_reward - b_origin) - b_mean
 
     if STD:
@@ -75,10 +69,23 @@ def group_advantages_kernel(
             b_other = tl.load(p_rewards + o_j, mask=o_j < n, other=0.0).to(tl.float32)
             b_d = ((b_other[None, :] - b_origin[:, None]) - b_mean[:, None]) / b_unit[:, None]
             b_square += tl.sum(tl.where(b_same, b_d * b_d, 0.0), 1)
-        b_std = tl.sqrt(b_square / b_others) * b_unit + eps
+        b_std = tl.sqrt(b_square / tl.maximum(b_size - 1.0, 1.0)) * b_unit + eps
         b_advantage = b_advantage / tl.where(b_std > 0.0, b_std, 1.0)
+    return b_advantage, b_size
+
+
+@triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_rewards", "p_groups"])
+def group_advantages_kernel(
+    p_rewards, p_groups, p_out, n, eps,
+    LEAVE_ONE_OUT: tl.constexpr, STD: tl.constexpr, RAW_SINGLETON: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    o_i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    b_inside = o_i < n
+    b_group = tl.load(p_groups + o_i, mask=b_inside, other=0)
+    b_reward = tl.load(p_rewards + o_i, mask=b_inside, other=0.0).to(tl.float32)
+    b_advantage, b_size = against_group(p_rewards, p_groups, b_reward, b_group, b_inside, n, eps, STD, ROWS, COLS)
     if LEAVE_ONE_OUT:
-        b_advantage *= b_size / b_others
+        b_advantage *= b_size / tl.maximum(b_size - 1.0, 1.0)
     b_alone = b_reward if RAW_SINGLETON else tl.zeros([ROWS], tl.float32)
     tl.store(p_out + o_i, tl.where(b_size == 1.0, b_alone, b_advantage), mask=b_inside)
 
