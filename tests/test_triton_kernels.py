@@ -19,7 +19,7 @@ from rspo_kernels.backends.common import LogitsTransform, RatioSegments
 from rspo_kernels.config import STATS, PolicyLossConfig
 
 logprobs = pytest.importorskip("rspo_kernels.backends.triton_impl.logprobs", reason="needs triton")
-from rspo_kernels.backends.triton_impl import group_advantages, policy_loss_forward, segment_ratios  # noqa: E402
+from rspo_kernels.backends.triton_impl import group_advantages, policy_loss, segment_ratios  # noqa: E402
 from rspo_kernels.backends.triton_impl.rows import RowTile  # noqa: E402
 
 pytestmark = [
@@ -33,6 +33,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = [RowTile(2, 1, 4), RowTile(4, 2, 8), None] if DEVICE == "cpu" else [RowTile(4, 2, 64), None]
 # 1 and 7 are less than a vector or a tile, 64 = 16·4 = 1·64 fills tiles exactly, 257 and 1000 leave every kind of rest.
 VOCABS = (1, 7, 64, 257, 1000)
+# Rows of many tiles cost the interpreter seconds each: one size of tile is enough there.
+CASES = [(v, tile) for v in VOCABS for tile in TILES if v < 257 or tile is not TILES[0]]
 
 
 def transform(valid_vocab, *, scale=1.0, softcap=None, temperature=1.0):
@@ -63,8 +65,7 @@ def reference_64(logits, targets, how, grad_logp, grad_entropy=None, *, mask=Non
     return logp.detach(), entropy.detach(), logits.grad
 
 
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize(("vocab", "tile"), CASES)
 def test_values_and_gradients(vocab, tile):
     """Rows from flat to peaked, at every alignment that the slice and an odd vocabulary give."""
     torch.manual_seed(vocab)
@@ -99,8 +100,8 @@ def test_low_precision_logits_are_computed_in_float32(dtype):
     assert_close("in place", in_place, expected[2], rtol=EPS[dtype], atol=torch.finfo(dtype).tiny)
 
 
-@pytest.mark.parametrize("top", [10, 20, 40, 80])
-@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("top", [10, 20, 80])
+@pytest.mark.parametrize("tile", TILES[1:])
 def test_peaked_rows_keep_their_digits(top, tile):
     """The probability of all but the top token, Σ exp(x - top), is below float32's resolution of the whole."""
     torch.manual_seed(top)
@@ -299,7 +300,7 @@ def loss_problem(n, seed=0):
 
 def run_loss(problem, config, segments=None):
     inputs = [problem.get(name) for name in ("logp", "advantages", "index", "mask", "weights", *PARTNERS)]
-    return policy_loss_forward(*inputs, segments, config, block=16)
+    return policy_loss.policy_loss_forward(*inputs, segments, config, block=16)
 
 
 def check_loss(problem, config, member_ids=None):
@@ -375,7 +376,7 @@ def test_tokens_that_share_a_ratio(config, monkeypatch):
     check_loss(problem, config, member_ids=torch.randint(0, 6, (150,), generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.mark.parametrize("absent", list(itertools.product((False, True), repeat=5)))
+@pytest.mark.parametrize("absent", list(itertools.product((False, True), repeat=5))[::3])
 def test_every_partner_may_be_absent(absent):
     problem = loss_problem(40)
     for name, gone in zip(("mask", "old_logp", "behavior_logp", "ref_logp", "entropy"), absent, strict=True):
@@ -392,15 +393,16 @@ def test_advantages_of_trajectories():
     check_loss(problem, PolicyLossConfig())
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 64 * 16, 64 * 16 + 1, 2100])
-def test_any_number_of_blocks(n):
-    """64 blocks are what the last program adds up at once; one more starts its loop again."""
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 64, 65, 150])
+def test_any_number_of_blocks(n, monkeypatch):
+    """The last program adds up 4 blocks at once; one more starts its loop again."""
+    monkeypatch.setattr(policy_loss, "PARTIALS", 4)
     check_loss(loss_problem(n), PolicyLossConfig(kl_coef=0.1))
 
 
-def test_the_last_program_starts_from_nothing():
-    """Two runs, with fresh and unclean memory for the partial sums: the same bits."""
-    problem = loss_problem(2100)
+def test_two_runs_give_the_same_bits(monkeypatch):
+    monkeypatch.setattr(policy_loss, "PARTIALS", 4)
+    problem = loss_problem(150)
     runs = [run_loss(problem, PolicyLossConfig(kl_coef=0.1, entropy_coef=0.1)) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
@@ -459,7 +461,7 @@ def advantages(rewards, groups, baseline="mean", scale="std", singleton="zero", 
 
 
 @pytest.mark.parametrize("blocks", [{"rows": 4, "cols": 8}, {}])
-@pytest.mark.parametrize("n", [1, 7, 8, 9, 100])
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 20])
 def test_advantages_of_ragged_unsorted_groups(n, blocks):
     torch.manual_seed(n)
     groups = torch.tensor([7, -3, 2**40, 0, 2**33 + 7])[torch.randint(0, 5, (n,))]
@@ -473,7 +475,7 @@ def test_advantages_of_ragged_unsorted_groups(n, blocks):
 def test_identical_rewards_have_no_advantage():
     """Exactly 0, never residue divided by epsilon, also with epsilon 0."""
     for reward in (0.0, 0.1, 1e18, -3e38):
-        result = advantages(torch.full((37,), reward), torch.zeros(37, dtype=torch.int64), eps=0.0, rows=4, cols=8)
+        result = advantages(torch.full((19,), reward), torch.zeros(19, dtype=torch.int64), eps=0.0, rows=4, cols=8)
         assert (result == 0).all()
 
 

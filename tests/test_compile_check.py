@@ -1,0 +1,148 @@
+"""The ahead-of-time compile check, and that nothing but a real choice compiles a kernel anew.
+
+Both need Triton's compiler, which cannot live in a process with its interpreter: they run in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rspo_kernels import compile_check
+from rspo_kernels.compile_check import Result
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=os.environ | environment
+    )
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_without_a_spill(tmp_path):
+    """One target here; `make check` compiles for all. The interpreter's variable must not keep it from working."""
+    report = tmp_path / "report.json"
+    run = python(
+        "-m", "rspo_kernels.compile_check", "--target", "sm_90", "--json", str(report), TRITON_INTERPRET="1"
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads(report.read_text())
+    assert all(r["error"] is None and r["spills"] == 0 and r["registers"] > 0 for r in results)
+    rows = [r for r in results if r["kernel"].startswith("logprobs_")]
+    assert {r["load_bits"] for r in rows} == {128}, "the row kernels must load 16 bytes at once"
+    # More than 128 registers a thread would leave one block of 256 threads to a multiprocessor.
+    assert max(r["registers"] for r in rows) <= 128
+    for kernel in ("logprobs_forward_kernel", "policy_loss_kernel", "group_advantages_kernel"):
+        assert kernel in run.stdout
+    assert f"{len(results)} compiles, 0 faults" in run.stdout
+
+
+def test_every_kernel_is_in_the_check():
+    """Reads the sources, so that a kernel without a variant is noticed."""
+    folder = Path(compile_check.__file__).parent / "backends" / "triton_impl"
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    kernels = {word.split("(")[0] for word in text.split("\ndef ")[1:] if "_kernel(" in word.split("\n")[0]}
+    assert kernels
+    assert kernels == {variant.kernel.__name__ for variant in compile_check.variants()}
+
+
+def test_faults_are_named_and_fail(monkeypatch, capsys):
+    results = [
+        Result("good", "fp32", "sm_90", registers=40),
+        Result("bad", "fp32", "sm_90", registers=255, spills=16),
+        Result("worse", "bf16", "gfx942", error="CompilationError: no"),
+    ]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(compile_check, "check", lambda targets: results)
+    assert compile_check.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "3 compiles, 2 faults" in printed
+    assert "bad [fp32] for sm_90: spills 16 bytes" in printed
+    assert "worse [bf16] for gfx942: CompilationError: no" in printed
+    monkeypatch.setattr(compile_check, "check", lambda targets: results[:1])
+    assert compile_check.main([]) == 0
+
+
+def test_a_machine_without_triton(monkeypatch, capsys):
+    monkeypatch.setattr(compile_check, "find_spec", lambda name: None)
+    assert compile_check.main([]) == 2
+    assert "needs triton, which is not installed" in capsys.readouterr().err
+
+
+def test_a_target_that_is_not_known(capsys):
+    with pytest.raises(SystemExit):
+        compile_check.main(["--target", "sm_20"])
+    assert "sm_90" in capsys.readouterr().err
+
+
+COUNT_COMPILES = """
+import dataclasses, json
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+from rspo_kernels.backends.common import LogitsTransform
+from rspo_kernels.backends.triton_impl import advantages, common, logprobs, policy_loss
+from rspo_kernels.config import PolicyLossConfig
+
+# What a launch would look up among its compiled kernels, instead of the launch.
+common.current_target = lambda: ("cuda", 32)
+backend = make_backend(GPUTarget("cuda", 90, 32))
+keys = {}
+
+def run(self, *args, grid, warmup, **kwargs):
+    binder = create_function_from_signature(self.signature, self.params, backend)
+    _, specialization, options = binder(*args, **kwargs)
+    keys.setdefault(self.__name__, set()).add(str((specialization, options)))
+
+JITFunction.run = run
+how = LogitsTransform(1.0, None, 1.0, 48, -100)
+
+def everything(batch, length, temperature=1.0, clip=0.2, odd=0):
+    tokens = batch * length
+    logits = torch.zeros(batch, length, 48, dtype=torch.bfloat16)
+    labels = torch.zeros(odd + tokens, dtype=torch.int64)[odd:].view(batch, length)
+    mask = torch.ones(odd + tokens, dtype=torch.bool)[odd:].view(batch, length)
+    transform = how._replace(temperature=temperature)
+    saved = logprobs.token_logprobs_forward(logits, labels, mask, transform, True)
+    logp, entropy, row_max, log_sum = saved
+    g = torch.zeros(odd + tokens)[odd:].view(batch, length)
+    out = torch.empty_like(logits)
+    logprobs.token_logprobs_backward(
+        g, g, logits, labels, mask, logp, entropy, row_max, log_sum, transform, out
+    )
+    vectors = torch.zeros(odd + tokens)[odd:]
+    config = PolicyLossConfig(clip_low=clip, kl_coef=clip)
+    policy_loss.policy_loss_forward(
+        vectors, vectors, None, mask.flatten(), vectors, vectors, vectors, vectors, None, None, config
+    )
+    advantages.group_advantages(vectors, labels.flatten(), "mean", "std", "zero", 1e-6)
+
+everything(2, 16)
+for batch, length in ((1, 1), (1, 16), (3, 7), (16, 1), (5, 129)):
+    everything(batch, length)
+everything(2, 16, temperature=0.7, clip=0.28)
+everything(2, 16, odd=1)
+print(json.dumps({name: len(found) for name, found in keys.items()}))
+"""
+
+
+def test_no_recompilation_for_lengths_numbers_and_offsets():
+    """Batch size, length, temperature, ε and the alignment of vectors are arguments: one kernel serves them all."""
+    run = python("-c", COUNT_COMPILES, TRITON_INTERPRET="0")
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout) == {
+        "logprobs_forward_kernel": 1,
+        "logprobs_backward_kernel": 1,
+        "policy_loss_kernel": 1,
+        "group_advantages_kernel": 1,
+    }
