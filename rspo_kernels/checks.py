@@ -111,16 +111,34 @@ def lm_head(
 
 
 def transform(
-    vocab: int, logit_scale: float, softcap: float | None, temperature: float, valid_vocab: int | None
-) -> tuple[float, float | None, float, int]:
-    """scale, softcap, temperature and valid vocabulary, checked, as the operators take them."""
+    vocab: int,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float,
+    valid_vocab: int | None,
+    ignore_index: int,
+    vocab_group: Any | None,
+    vocab_start: int | None,
+) -> tuple[float, float | None, float, int, int, str, int]:
+    """The fields of LogitsTransform, checked, as the operators take them."""
     if valid_vocab is not None and not 1 <= valid_vocab <= vocab:
         raise ValueError(f"valid_vocab must lie in 1 .. V = {vocab}, got {valid_vocab}")
+    if vocab_group is None and vocab_start is not None:
+        raise ValueError(f"vocab_start must be None without vocab_group, got {vocab_start}")
+    group = ""
+    if vocab_group is not None:
+        if not isinstance(vocab_group, torch.distributed.ProcessGroup):
+            raise TypeError(f"vocab_group must be a torch.distributed ProcessGroup, got {type(vocab_group).__name__}")
+        group = vocab_group.group_name
+        vocab_start = vocab_group.rank() * vocab if vocab_start is None else vocab_start
     return (
         positive("logit_scale", logit_scale),
         None if softcap is None else positive("softcap", softcap),
         positive("temperature", temperature),
         vocab if valid_vocab is None else valid_vocab,
+        ignore_index,
+        group,
+        vocab_start or 0,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import checks
 from .backends import BACKENDS
@@ -21,6 +22,8 @@ def token_logprobs(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     with_entropy: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
     inplace: bool = False,
     validate: bool | None = None,
     backend: str = "auto",
@@ -37,6 +40,9 @@ def token_logprobs(
         valid_vocab: columns from here on are padding and not part of the distribution; None: all V are valid.
         mask: [...] bool (or numbers, non-zero keeps); masked tokens give 0, gradient exactly 0, and may hold anything.
         with_entropy: also return the entropy, in nats.
+        vocab_group: processes that the vocabulary is spread over; `logits` are then this process's columns, targets
+            and results are the same on all of them, and a target that nobody has gives NaN.
+        vocab_start: token of this process's first column; None: rank·V.
         inplace: let the backward pass overwrite `logits` with their gradient. Only when nothing else reads them
             afterwards (autograd raises where it would) and they need no copy to become 3-dimensional.
         validate: check that targets are in range (a host synchronisation on accelerators). None: on the PyTorch path
@@ -61,7 +67,9 @@ def token_logprobs(
     if mask is not None:
         mask = checks.as_mask("mask", mask, lead, logits.device, "targets")
     checks.one_of("backend", backend, BACKENDS)
-    settings = checks.transform(vocab, logit_scale, softcap, temperature, valid_vocab)
+    settings = checks.transform(
+        vocab, logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+    )
 
     rows, shape = as_batch(logits, inplace), batch_shape(lead)
     logp, entropy, _, _ = ops.token_logprobs(
@@ -69,7 +77,6 @@ def token_logprobs(
         targets.reshape(shape),
         None if mask is None else mask.reshape(shape),
         *settings,
-        ignore_index,
         with_entropy,
         inplace,
         validate,
@@ -93,6 +100,8 @@ def linear_token_logprobs(
     mask: Tensor | None = None,
     ignore_index: int = -100,
     with_entropy: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
     chunk_rows: int | None = None,
     validate: bool | None = None,
     backend: str = "auto",
@@ -107,6 +116,8 @@ def linear_token_logprobs(
         weight: [V, H] of the same dtype, the lm_head (or tied embedding). bias: [V] or None.
         targets: [...] int32 or int64.
         chunk_rows: tokens whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
+        vocab_group, vocab_start: as in token_logprobs, for the rows of weight; the gradient of hidden is summed over
+            the processes.
         temperature, softcap, logit_scale, valid_vocab, mask, ignore_index, with_entropy, validate, backend: as in
             token_logprobs.
 
@@ -121,7 +132,9 @@ def linear_token_logprobs(
     if mask is not None:
         mask = checks.as_mask("mask", mask, lead, hidden.device, "targets").reshape(-1)
     checks.one_of("backend", backend, BACKENDS)
-    settings = checks.transform(weight.shape[0], logit_scale, softcap, temperature, valid_vocab)
+    settings = checks.transform(
+        weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+    )
     checks.chunk_rows(chunk_rows)
     logp, entropy, _, _ = ops.linear_token_logprobs(
         hidden,
@@ -130,7 +143,6 @@ def linear_token_logprobs(
         targets.reshape(-1),
         mask,
         *settings,
-        ignore_index,
         with_entropy,
         validate,
         chunk_rows,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from . import checks
 from .backends.common import compute_dtype
@@ -118,6 +119,8 @@ def logits_policy_loss(
     advantage_level: str | None = None,
     config: PolicyLossConfig = DEFAULT_CONFIG,
     with_entropy: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
     inplace: bool = False,
     validate: bool | None = None,
     backend: str = "auto",
@@ -127,7 +130,7 @@ def logits_policy_loss(
     Args:
         logits: [N, V] or [B, L, V], any strides.
         targets: [N] or [B, L] int32 or int64; ignore_index counts as masked.
-        temperature, softcap, logit_scale, valid_vocab, validate: as in token_logprobs.
+        temperature, softcap, logit_scale, valid_vocab, vocab_group, vocab_start, validate: as in token_logprobs.
         advantages, mask, weights, normalizer, old_logp, behavior_logp, ref_logp, segments, advantage_level, config:
             as in policy_loss, with the targets' shape for that of logp.
         with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
@@ -142,12 +145,14 @@ def logits_policy_loss(
         raise ValueError(f"logits must be [N, V] or [B, L, V], got {list(logits.shape)}")
     checks.same_shape("targets", targets, logits.shape[:-1], "logits without the last dimension")
     checks.same_device("targets", targets, logits.device, "logits")
-    settings = checks.transform(logits.shape[-1], logit_scale, softcap, temperature, valid_vocab)
+    settings = checks.transform(
+        logits.shape[-1], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+    )
     partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
     inputs, operands = _fused_operands(targets, logits.dtype, advantages, normalizer, ignore_index, *partners)
     want_gradient = torch.is_grad_enabled() and logits.requires_grad
     rows = as_batch(logits, inplace)
-    arguments = (targets.reshape(batch_shape(targets.shape)), *operands, *settings, ignore_index)
+    arguments = (targets.reshape(batch_shape(targets.shape)), *operands, *settings)
     tail = (*inputs.settings().values(), with_entropy, want_gradient, validate, backend)
     if inplace and want_gradient:
         loss, stats = _InplaceLogitsLoss.apply(rows, *arguments, *tail)
@@ -196,6 +201,8 @@ def linear_policy_loss(
     advantage_level: str | None = None,
     config: PolicyLossConfig = DEFAULT_CONFIG,
     with_entropy: bool = False,
+    vocab_group: ProcessGroup | None = None,
+    vocab_start: int | None = None,
     exact_stats: bool = False,
     full_precision_weight_grad: bool = True,
     chunk_rows: int | None = None,
@@ -211,7 +218,8 @@ def linear_policy_loss(
         hidden: [N, H] or [B, L, H]. weight: [V, H] of the same dtype; bias: [V] or None. Gradients are made for those
             that require one (a frozen head costs no matmul for its gradient).
         targets: [N] or [B, L] int32 or int64; ignore_index counts as masked.
-        temperature, softcap, logit_scale, valid_vocab, validate: as in token_logprobs.
+        temperature, softcap, logit_scale, valid_vocab, vocab_group, vocab_start, validate: as in
+            linear_token_logprobs.
         advantages, mask, weights, normalizer, old_logp, behavior_logp, ref_logp, segments, advantage_level, config:
             as in policy_loss, with the targets' shape for that of logp.
         with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
@@ -223,7 +231,9 @@ def linear_policy_loss(
     Returns, raises: as policy_loss.
     """
     flat, weight, bias, _ = checks.lm_head(hidden, weight, bias, targets)
-    settings = checks.transform(weight.shape[0], logit_scale, softcap, temperature, valid_vocab)
+    settings = checks.transform(
+        weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+    )
     checks.chunk_rows(chunk_rows)
     partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
     inputs, operands = _fused_operands(targets, flat.dtype, advantages, normalizer, ignore_index, *partners)
@@ -236,7 +246,6 @@ def linear_policy_loss(
         targets.reshape(-1),
         *operands,
         *settings,
-        ignore_index,
         *inputs.settings().values(),
         with_entropy,
         exact_stats,

@@ -9,7 +9,16 @@ import pytest
 import torch
 from numerics import assert_close, assert_rows_close
 
-from rspo_kernels import PolicyLossConfig, group_advantages, policy_loss, reference, token_logprobs
+from rspo_kernels import (
+    PolicyLossConfig,
+    gae,
+    group_advantages,
+    masked_whiten,
+    policy_loss,
+    reference,
+    step_advantages,
+    token_logprobs,
+)
 
 
 def logp_and_grad(logits, targets, backend, weights=None, **options):
@@ -83,7 +92,7 @@ def test_05_rows_beyond_two_to_the_31_elements(place):
     logits.copy_(torch.randn(1, 2, 100))
     targets = torch.tensor([[3, 99]], device=device)
     near = logits.contiguous()
-    transform = (1.0, None, 1.0, 100, -100)
+    transform = (1.0, None, 1.0, 100, -100, "", 0)
     ops = torch.ops.rspo_kernels
     results = []
     for x in (logits, near):
@@ -310,3 +319,32 @@ def test_27_masked_tokens_are_not_trained_on(place):
     loss.backward()
     touched = (logits.grad != 0).any(-1)
     assert torch.equal(touched, response.bool())
+
+
+def test_22_one_valid_entry_and_one_broken_reward(place, small_blocks):
+    """Whitened, a single entry is 0 and not 0/0; a step nobody shares is 0; a broken reward is named."""
+    device, backend = place
+    x, mask = torch.tensor([torch.nan, 3.0, torch.inf], device=device), torch.tensor([0, 1, 0], device=device)
+    assert masked_whiten(x, mask, backend=backend).tolist() == [0.0, 0.0, 0.0]
+    assert masked_whiten(x, torch.zeros_like(mask), backend=backend).tolist() == [0.0, 0.0, 0.0]
+    ids = torch.arange(3, device=device)
+    assert (step_advantages(torch.ones(3, device=device), ids, ids, ids, backend=backend).advantages == 0).all()
+    with pytest.raises(ValueError, match=r"step_rewards must be finite, got nan at position 0 \(group 0, trajectory 0\)"):
+        step_advantages(x, ids, ids, ids, backend=backend)
+
+
+def test_26_masked_values_do_not_leak_into_gae(place, small_blocks):
+    """Stepping through masked tokens at the end of a row would add γ(1 - λ)V to its last advantage."""
+    device, backend = place
+    torch.manual_seed(9)
+    rewards, values = torch.randn(2, 2, 12)
+    mask = torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    for garbage in (0.0, 7.0, 1e30, torch.inf, torch.nan):
+        dirty = [torch.where(mask, x, garbage).to(device) for x in (rewards, values)]
+        actual = gae(*dirty, gamma=0.9, lam=0.5, mask=mask.to(device), backend=backend)
+        for row in range(2):
+            kept = [x[row, mask[row]].double() for x in (rewards, values)]
+            alone = torch.zeros(len(kept[0]), dtype=torch.int64)
+            for a, e in zip(actual, reference.gae(*kept, alone, gamma=0.9, lam=0.5), strict=True):
+                assert_close("gae", a[row].cpu()[mask[row]], e, rtol=1e-5, atol=1e-6)
+                assert (a[row].cpu()[~mask[row]] == 0).all()

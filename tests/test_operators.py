@@ -11,7 +11,16 @@ import torch
 from numerics import assert_close
 from torch._dynamo.testing import CompileCounter
 
-from rspo_kernels import PolicyLossConfig, Segments, group_advantages, policy_loss, token_logprobs
+from rspo_kernels import (
+    PolicyLossConfig,
+    Segments,
+    group_advantages,
+    linear_policy_loss,
+    linear_token_logprobs,
+    logits_policy_loss,
+    policy_loss,
+    token_logprobs,
+)
 from rspo_kernels.backends import operators, resolve
 
 ops = torch.ops.rspo_kernels
@@ -40,14 +49,14 @@ def test_opcheck_token_logprobs(place):
     for with_mask, with_entropy, softcap in ((None, False, None), (mask, True, 2.0)):
         torch.library.opcheck(
             ops.token_logprobs,
-            (logits, targets, with_mask, 1.0, softcap, 0.7, 9, -100, with_entropy, False, None, backend),
+            (logits, targets, with_mask, 1.0, softcap, 0.7, 9, -100, "", 0, with_entropy, False, None, backend),
         )
     with torch.no_grad():
         logp, entropy, row_max, log_sum = ops.token_logprobs(
-            logits, targets, None, 1.0, None, 0.7, 9, -100, True, False, None, backend
+            logits, targets, None, 1.0, None, 0.7, 9, -100, "", 0, True, False, None, backend
         )
         upstream = torch.randn_like(logp)
-        saved = (targets, None, logp, entropy, row_max, log_sum, 1.0, None, 0.7, 9, -100, backend)
+        saved = (targets, None, logp, entropy, row_max, log_sum, 1.0, None, 0.7, 9, -100, "", 0, backend)
         plain = logits.detach()
         torch.library.opcheck(ops.token_logprobs_backward, (upstream, upstream, plain, *saved))
         torch.library.opcheck(ops.token_logprobs_backward_, (upstream, None, plain.clone(), *saved))
@@ -66,6 +75,35 @@ def test_opcheck_policy_loss(place):
     torch.library.opcheck(
         ops.policy_loss, (logp, advantages[:1], index, None, None, None, None, ref, None, None, 0, entropy), settings
     )
+
+
+def fused_operands(n, device):
+    """The token operands of the fused losses: advantages, index, mask, weights, old, behaviour, ref, no segments."""
+    _, old, behavior, ref, advantages = (x.detach() for x in loss_inputs(n, device))
+    mask = torch.arange(n, device=device) > 2
+    return (advantages, None, mask, torch.full((n,), 1.0 / n, device=device), old, behavior, ref, None, None, 0)
+
+
+def test_opcheck_fused_losses(place):
+    device, backend = place
+    transform, settings = (1.0, None, 0.7, 9, -100, "", 0), tuple(operators.config_arguments(CONFIG).values())
+    targets = torch.tensor([[0, 8, -100], [3, 2, 1]], device=device)
+    logits = torch.randn(2, 3, 9, device=device, requires_grad=True)
+    rows = (targets, *fused_operands(6, device), *transform, *settings, True)
+    torch.library.opcheck(ops.logits_policy_loss, (logits, *rows, True, None, backend))
+    torch.library.opcheck(ops.logits_policy_loss_, (logits.detach().clone(), *rows, True, None, backend))
+    hidden = torch.randn(6, 4, device=device, requires_grad=True)
+    weight = torch.randn(9, 4, device=device, requires_grad=True)
+    bias = torch.randn(9, device=device, requires_grad=True)
+    wanted = (True, True, True, True, 4, backend)
+    rows = (targets.flatten(), *rows[1:])
+    torch.library.opcheck(ops.linear_policy_loss, (hidden, weight, bias, *rows, False, None, *wanted))
+    head = (hidden, weight, bias, targets.flatten(), None)
+    torch.library.opcheck(ops.linear_token_logprobs, (*head, *transform, True, None, 4, backend))
+    with torch.no_grad():
+        state = ops.linear_token_logprobs(*head, *transform, True, None, 4, backend)
+        upstream, head = torch.randn(2, 6, device=device).unbind(), [x if x is None else x.detach() for x in head]
+        torch.library.opcheck(ops.linear_token_logprobs_backward, (*upstream, *head, *state, *transform, *wanted))
 
 
 def test_opcheck_group_advantages(place):
@@ -107,6 +145,34 @@ def test_compiles_whole(place, dynamic):
             assert_close("compiled", graph, eager, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_fused_losses_compile_whole(place, dynamic):
+    device, backend = place
+
+    def from_hidden(hidden, weight, targets, advantages, old):
+        return linear_policy_loss(hidden, weight, targets, advantages, old_logp=old, backend=backend)[0]
+
+    def from_logits(hidden, weight, targets, advantages, old):
+        return logits_policy_loss(hidden @ weight.T, targets, advantages, old_logp=old, backend=backend)[0]
+
+    def by_logprobs(hidden, weight, targets, advantages, old):
+        logp = linear_token_logprobs(hidden, weight, targets, backend=backend)
+        return policy_loss(logp, advantages, old_logp=old, backend=backend)[0]
+
+    for function in (from_hidden, from_logits, by_logprobs):
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        for n in (6, 9):
+            hidden = torch.randn(n, 4, device=device, requires_grad=True)
+            weight = torch.randn(11, 4, device=device, requires_grad=True)
+            rest = (torch.randint(0, 11, (n,), device=device), *(torch.randn(2, n, device=device)).unbind())
+            results = []
+            for call in (function, compiled):
+                loss = call(hidden, weight, *rest)
+                results.append((loss, *torch.autograd.grad(loss * 2, (hidden, weight))))
+            for eager, graph in zip(*results, strict=True):
+                assert_close("compiled", graph, eager, rtol=1e-5, atol=1e-7)
+
+
 def test_compiles_with_packed_segments(place):
     device, backend = place
     config = PolicyLossConfig(aggregation="seq-mean-token-mean")
@@ -136,6 +202,25 @@ def test_no_recompilation_when_only_the_number_of_tokens_changes(place):
     assert counter.frame_count == 1
 
 
+def test_no_recompilation_of_the_fused_loss(place):
+    device, backend = place
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def loss_of(hidden, weight, targets, advantages):
+        return linear_policy_loss(hidden, weight, targets, advantages, backend=backend)[0]
+
+    weight = torch.randn(11, 4, device=device)
+    for n in (5, 17, 64, 130):
+        loss_of(
+            torch.randn(n, 4, device=device),
+            weight,
+            torch.randint(0, 11, (n,), device=device),
+            torch.randn(n, device=device),
+        )
+    assert counter.frame_count == 1
+
+
 def test_works_under_autocast(place):
     device, backend = place
     hidden = torch.randn(6, 8, device=device, requires_grad=True)
@@ -145,6 +230,11 @@ def test_works_under_autocast(place):
         logits = torch.nn.functional.linear(hidden, weight)
         logp = token_logprobs(logits, targets, backend=backend)
         loss, _ = policy_loss(logp, torch.ones(6, device=device), backend=backend)
+        fused, _ = linear_policy_loss(hidden, weight, targets, torch.ones(6, device=device), backend=backend)
+    fused.backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert_close("loss", fused, loss, rtol=1e-5)
+    hidden.grad = weight.grad = None
     loss.backward()
     assert logits.dtype == torch.bfloat16
     assert logp.dtype == loss.dtype == torch.float32

@@ -7,11 +7,17 @@ is asked for and cannot run is an error, never a silent fallback.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-from types import ModuleType
+from typing import Any
 
 import torch
+
+from .common import LogitsTransform
+
+Implementation = Any
+"""A backend's module, or an object with the functions of one."""
 
 BACKENDS = ("auto", "torch", "triton")
 TRITON_DEVICES = ("cuda", "xpu")  # ROCm devices call themselves cuda
@@ -52,12 +58,14 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def implementation(backend: str) -> ModuleType:
-    """The module of a resolved backend; both have the same functions."""
-    if backend == "torch":
-        from . import torch_impl
+def implementation(backend: str, transform: LogitsTransform | None = None) -> Implementation:
+    """What a resolved backend offers; over a vocabulary that is spread over processes where the transform says so.
 
-        return torch_impl
-    from . import triton_impl
+    Both backends have the same functions under the same names.
+    """
+    impl = importlib.import_module(f".{backend}_impl", __package__)
+    if transform is not None and transform.vocab_group:
+        from .vocab_parallel import VocabParallel
 
-    return triton_impl
+        return VocabParallel(impl)
+    return impl

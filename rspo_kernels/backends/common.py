@@ -13,6 +13,8 @@ class LogitsTransform(NamedTuple):
     """From raw logits to the scores whose softmax is the policy: scale, then softcap, then temperature.
 
     Only the first `valid_vocab` columns are part of the distribution; a target equal to `ignore_index` is masked.
+    Where the vocabulary is spread over the processes of `vocab_group` (a process group's name, "" for none), the
+    logits are this process's columns, the first of which is token `vocab_start`.
     """
 
     scale: float
@@ -20,6 +22,13 @@ class LogitsTransform(NamedTuple):
     temperature: float
     valid_vocab: int
     ignore_index: int
+    vocab_group: str = ""
+    vocab_start: int = 0
+
+    @property
+    def factor(self) -> float:
+        """What a difference of scores is multiplied by: 1/temperature, with the scale where there is no softcap."""
+        return (self.scale if self.softcap is None else 1.0) / self.temperature
 
 
 @dataclass(frozen=True)

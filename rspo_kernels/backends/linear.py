@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ..config import STATS, PolicyLossConfig
+from . import Implementation
 from .common import LogitsTransform, RatioSegments, compute_dtype
 
 CPU_CHUNK_ROWS = 256
@@ -106,7 +106,7 @@ class Gradients:
 
 
 def token_logprobs_forward(
-    impl: ModuleType,
+    impl: Implementation,
     head: Head,
     targets: Tensor,
     keep: Tensor,
@@ -128,7 +128,7 @@ def token_logprobs_forward(
 
 
 def token_logprobs_backward(
-    impl: ModuleType,
+    impl: Implementation,
     head: Head,
     grads: Gradients,
     upstream: tuple[Tensor, Tensor | None],
@@ -155,7 +155,7 @@ def token_logprobs_backward(
 
 
 def policy_loss(
-    impl: ModuleType,
+    impl: Implementation,
     head: Head,
     grads: Gradients,
     targets: Tensor,

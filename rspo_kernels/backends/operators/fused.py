@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from ...config import STATS
-from .. import implementation, linear, resolve
+from .. import compose, implementation, linear, resolve, vocab_parallel
 from ..common import LogitsTransform, compute_dtype, kept
 from .registry import (
     CONFIG_SCHEMA,
+    NUM_CONFIG,
+    NUM_TOKENS,
+    NUM_TRANSFORM,
     STATE_SCHEMA,
     TOKENS_SCHEMA,
     TRANSFORM_SCHEMA,
@@ -30,14 +33,11 @@ from .registry import (
 _HEAD = "Tensor hidden, Tensor weight, Tensor? bias, Tensor targets"
 _WANTED = "bool want_hidden, bool want_weight, bool want_bias, bool full_precision, int? chunk_rows, str backend"
 _ROWS = f"Tensor targets, {TOKENS_SCHEMA}, {TRANSFORM_SCHEMA}, {CONFIG_SCHEMA}, bool with_entropy"
-_NUM_TOKENS, _NUM_TRANSFORM, _NUM_CONFIG = (
-    len(x.split(", ")) for x in (TOKENS_SCHEMA, TRANSFORM_SCHEMA, CONFIG_SCHEMA)
-)
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], LogitsTransform, Any, tuple[Any, ...]]:
     """Arguments from the advantages on as token operands, transform, config, and the rest."""
-    a, b, c = _NUM_TOKENS, _NUM_TOKENS + _NUM_TRANSFORM, _NUM_TOKENS + _NUM_TRANSFORM + _NUM_CONFIG
+    a, b, c = NUM_TOKENS, NUM_TOKENS + NUM_TRANSFORM, NUM_TOKENS + NUM_TRANSFORM + NUM_CONFIG
     return arguments[:a], LogitsTransform(*arguments[a:b]), config_of(arguments[b:c]), arguments[c:]
 
 
@@ -60,7 +60,9 @@ def _linear_token_logprobs(
     with _without_autocast(hidden):
         head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
         keep = kept(targets, mask, transform)
-        return linear.token_logprobs_forward(implementation(chosen), head, targets, keep, transform, with_entropy)
+        return linear.token_logprobs_forward(
+            implementation(chosen, transform), head, targets, keep, transform, with_entropy
+        )
 
 
 def _linear_token_logprobs_fake(
@@ -68,12 +70,12 @@ def _linear_token_logprobs_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(hidden.dtype)
     logp, row_max, log_sum = (hidden.new_empty(targets.shape, dtype=dtype) for _ in range(3))
-    return logp, hidden.new_empty(targets.shape if arguments[6] else 0, dtype=dtype), row_max, log_sum
+    return logp, hidden.new_empty(targets.shape if arguments[-4] else 0, dtype=dtype), row_max, log_sum
 
 
 def _linear_token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, targets, mask = inputs[:5]
-    ctx.transform, ctx.chunk_rows, ctx.backend = inputs[5:10], inputs[12], inputs[13]
+    hidden, weight, bias, targets, mask, *ctx.transform, _, _, ctx.chunk_rows, ctx.backend = inputs
+    ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, weight, bias, targets, mask, *output)
@@ -82,7 +84,7 @@ def _linear_token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tupl
 def _linear_token_logprobs_autograd(
     ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 11
+    nothing = (None,) * (ctx.num_inputs - 3)
     saved = ctx.saved_tensors
     logp, entropy = saved[5:7]
     if entropy.numel() != logp.numel():
@@ -112,21 +114,22 @@ def _linear_token_logprobs_backward(
     mask: Tensor | None,
     *arguments: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    state, values, (*wanted, full_precision, chunk_rows, backend) = arguments[:4], arguments[4:9], arguments[9:]
-    transform = LogitsTransform(*values)
-    impl = implementation(resolve(backend, hidden.device, hidden.dtype))
+    state, transform = arguments[:4], LogitsTransform(*arguments[4 : 4 + NUM_TRANSFORM])
+    *wanted, full_precision, chunk_rows, backend = arguments[4 + NUM_TRANSFORM :]
+    impl = implementation(resolve(backend, hidden.device, hidden.dtype), transform)
     with _without_autocast(hidden):
         head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
         grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
         keep = kept(targets, mask, transform)
         linear.token_logprobs_backward(impl, head, grads, (grad_logp, grad_entropy), targets, keep, state, transform)
+        vocab_parallel.add_up(grads.hidden, transform)
     return grads.hidden, grads.weight, grads.bias
 
 
 def _linear_token_logprobs_backward_fake(
     grad_logp: Tensor, grad_entropy: Tensor | None, hidden: Tensor, weight: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(hidden, weight, *arguments[12:16])
+    return _fake_gradients(hidden, weight, *arguments[-6:-2])
 
 
 def _fake_gradients(
@@ -155,10 +158,11 @@ def _linear_policy_loss(
     with _without_autocast(hidden):
         head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
         grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
+        impl, segments = implementation(chosen, transform), ratio_segments(index, share, count)
         loss, stats = linear.policy_loss(
-            implementation(chosen), head, grads, targets, tuple(partners), ratio_segments(index, share, count),
-            transform, config, exact_stats, with_entropy,
-        )  # fmt: skip
+            impl, head, grads, targets, tuple(partners), segments, transform, config, exact_stats, with_entropy
+        )
+        vocab_parallel.add_up(grads.hidden, transform)
     return loss, stats, grads.hidden, grads.weight, grads.bias
 
 
@@ -190,7 +194,8 @@ def _linear_policy_loss_autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -
 
 def scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """grad·factor; on the CPU, where looking costs nothing, without a copy when the factor is 1."""
-    if grad.device.type == "cpu" and not torch.compiler.is_compiling() and float(factor) == 1.0:
+    # A tracer's stand-ins for tensors have types of their own and no value to look at.
+    if grad.device.type == "cpu" and type(factor) is Tensor and float(factor) == 1.0:
         return grad
     return grad * factor
 
@@ -211,16 +216,19 @@ def _logits_policy_loss_(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
     return result
 
 
-def _rows_loss(logits: Tensor, targets: Tensor, *arguments: Any, out: Tensor) -> tuple[Tensor, Tensor]:
-    (*partners, index, share, count), transform, config, rest = _split(arguments)
+def _rows_loss(logits: Tensor, targets: Tensor, *values: Any, out: Tensor) -> tuple[Tensor, Tensor]:
+    (*partners, index, share, count), transform, config, rest = _split(values)
     with_entropy, want_gradient, validate, backend = rest
     chosen = resolve(backend, logits.device, logits.dtype)
     if must_check_targets(validate, chosen):
         check_targets(targets, partners[2].view(targets.shape), transform)
-    return implementation(chosen).logits_policy_loss(
-        logits, targets, tuple(partners), ratio_segments(index, share, count), transform, config,
-        with_entropy or config.entropy_coef != 0, out if want_gradient else None,
-    )  # fmt: skip
+    impl = implementation(chosen, transform)
+    arguments = (transform, config, with_entropy or config.entropy_coef != 0, out if want_gradient else None)
+    segments = ratio_segments(index, share, count)
+    if segments is None and hasattr(impl, "logits_policy_loss"):
+        return impl.logits_policy_loss(logits, targets, tuple(partners), *arguments)
+    # A ratio that many rows share is known when all rows have been read: their gradient needs a second look.
+    return compose.logits_policy_loss(impl, logits, targets, tuple(partners), segments, *arguments)
 
 
 def _logits_policy_loss_fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

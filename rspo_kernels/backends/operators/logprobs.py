@@ -9,32 +9,21 @@ from torch import Tensor
 
 from .. import implementation, resolve
 from ..common import LogitsTransform, compute_dtype
-from .registry import STATE_SCHEMA, TRANSFORM_SCHEMA, check_targets, define, must_check_targets, ops
+from .registry import NUM_TRANSFORM, STATE_SCHEMA, TRANSFORM_SCHEMA, check_targets, define, must_check_targets, ops
 
 
 def _token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    temperature: float,
-    valid_vocab: int,
-    ignore_index: int,
-    with_entropy: bool,
-    inplace: bool,
-    validate: bool | None,
-    backend: str,
+    logits: Tensor, targets: Tensor, mask: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    chosen = resolve(backend, logits.device, logits.dtype)
-    transform = LogitsTransform(scale, softcap, temperature, valid_vocab, ignore_index)
+    *values, with_entropy, _, validate, backend = arguments
+    chosen, transform = resolve(backend, logits.device, logits.dtype), LogitsTransform(*values)
     if must_check_targets(validate, chosen):
         check_targets(targets, mask, transform)
-    return implementation(chosen).token_logprobs_forward(logits, targets, mask, transform, with_entropy)
+    return implementation(chosen, transform).token_logprobs_forward(logits, targets, mask, transform, with_entropy)
 
 
-def _token_logprobs_fake(logits: Tensor, targets: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with_entropy = args[6]
+def _token_logprobs_fake(logits: Tensor, targets: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_entropy = arguments[-4]
     dtype = compute_dtype(logits.dtype)
     row = [logits.new_empty(targets.shape, dtype=dtype) for _ in range(4)]
     if not with_entropy:
@@ -43,8 +32,8 @@ def _token_logprobs_fake(logits: Tensor, targets: Tensor, *args: Any) -> tuple[T
 
 
 def _token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, targets, mask, *transform = inputs[:8]
-    ctx.transform, ctx.inplace, ctx.backend = transform, inputs[9], inputs[11]
+    logits, targets, mask, *ctx.transform, _, ctx.inplace, _, ctx.backend = inputs
+    ctx.num_inputs = len(inputs)
     logp, entropy, row_max, log_sum = output
     ctx.mark_non_differentiable(row_max, log_sum)
     ctx.set_materialize_grads(False)
@@ -54,7 +43,7 @@ def _token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 def _token_logprobs_autograd(
     ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 11
+    nothing = (None,) * (ctx.num_inputs - 1)
     logits, targets, mask, logp, entropy, row_max, log_sum = ctx.saved_tensors
     if entropy.numel() != logp.numel():
         grad_entropy = None
@@ -83,9 +72,8 @@ def _token_logprobs_backward_(grad_logp: Tensor, grad_entropy: Tensor | None, lo
 def _write_logits_gradient(
     grad_logp: Tensor, grad_entropy: Tensor | None, logits: Tensor, *rest: Any, out: Tensor
 ) -> None:
-    *saved, scale, softcap, temperature, valid_vocab, ignore_index, backend = rest
-    transform = LogitsTransform(scale, softcap, temperature, valid_vocab, ignore_index)
-    impl = implementation(resolve(backend, logits.device, logits.dtype))
+    saved, transform = rest[: -NUM_TRANSFORM - 1], LogitsTransform(*rest[-NUM_TRANSFORM - 1 : -1])
+    impl = implementation(resolve(rest[-1], logits.device, logits.dtype), transform)
     impl.token_logprobs_backward(grad_logp, grad_entropy, logits, *saved, transform, out)
 
 

@@ -15,7 +15,10 @@ NAMESPACE = "rspo_kernels"
 library = torch.library.Library(NAMESPACE, "DEF")
 ops = torch.ops.rspo_kernels
 
-TRANSFORM_SCHEMA = "float scale, float? softcap, float temperature, int valid_vocab, int ignore_index"
+TRANSFORM_SCHEMA = (
+    "float scale, float? softcap, float temperature, int valid_vocab, int ignore_index, str vocab_group, "
+    "int vocab_start"
+)
 STATE_SCHEMA = "Tensor logp, Tensor entropy, Tensor row_max, Tensor log_sum"
 TOKENS_SCHEMA = (
     "Tensor advantages, Tensor? advantage_index, Tensor? mask, Tensor? weights, Tensor? old_logp, "
@@ -25,6 +28,9 @@ CONFIG_SCHEMA = (
     "str loss, float clip_low, float clip_high, str clip_center, float? center_cap, float? weight_cap, "
     "float? dual_clip, bool dual_clip_replay, float kl_coef, str kl_estimator, bool kl_weighted, float entropy_coef, "
     "str ratio_level, float sapo_tau_positive, float sapo_tau_negative, float log_ratio_clamp"
+)
+NUM_TRANSFORM, NUM_TOKENS, NUM_CONFIG = (
+    len(schema.split(", ")) for schema in (TRANSFORM_SCHEMA, TOKENS_SCHEMA, CONFIG_SCHEMA)
 )
 _CONFIG_NAMES = [part.split()[-1] for part in CONFIG_SCHEMA.split(", ")]
 
@@ -62,6 +68,8 @@ def ratio_segments(index: Tensor | None, share: Tensor | None, count: int) -> Ra
 
 def check_targets(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> None:
     """Raise ValueError for a target outside the valid vocabulary (reads them on the host)."""
+    if transform.vocab_group:
+        return  # each process knows its own part only; the parts are compared where they meet
     wrong = kept(targets, mask, transform) & ((targets < 0) | (targets >= transform.valid_vocab))
     if wrong.any():
         row = int(wrong.flatten().nonzero()[0])

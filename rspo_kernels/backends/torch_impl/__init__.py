@@ -4,7 +4,6 @@ Autograd never sees the inner steps: every op has its gradient written out, as t
 """
 
 from .advantages import group_advantages, step_advantages
-from .fused import logits_policy_loss
 from .logprobs import token_logprobs_backward, token_logprobs_forward
 from .policy_loss import policy_loss_forward
 from .scans import discounted_returns, gae, masked_whiten
@@ -13,7 +12,6 @@ __all__ = [
     "discounted_returns",
     "gae",
     "group_advantages",
-    "logits_policy_loss",
     "masked_whiten",
     "policy_loss_forward",
     "step_advantages",

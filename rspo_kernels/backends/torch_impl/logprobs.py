@@ -34,7 +34,7 @@ def token_logprobs_forward(
     logp = logits.new_zeros(shape, dtype=dtype)
     row_max, log_sum = torch.zeros_like(logp), torch.zeros_like(logp)
     entropy = torch.zeros_like(logp) if with_entropy else logits.new_empty(0, dtype=dtype)
-    inverse_t = _factor(transform)
+    inverse_t = transform.factor
     buffer = _buffer(logits, dtype)
     for b, rows in _chunks(keep, logits.shape[-1]):
         scores = _scores(logits[b], rows, transform, buffer)
@@ -66,7 +66,7 @@ def token_logprobs_backward(
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     logits: Tensor,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None,
     logp: Tensor,
     entropy: Tensor,
@@ -75,16 +75,22 @@ def token_logprobs_backward(
     transform: LogitsTransform,
     out: Tensor,
 ) -> None:
-    """Write d(loss)/d(logits) into out [B, L, V], which may be the logits themselves."""
+    """Write d(loss)/d(logits) into out [B, L, V], which may be the logits themselves.
+
+    Without targets every column is one that was not chosen (the targets' gradients are then written elsewhere).
+    """
     # No direction for an impossible target; no distribution in an empty row.
     g = torch.where(logp > -torch.inf, grad_logp, 0.0)
     active = g != 0
     if grad_entropy is not None:
         h = torch.where(log_sum > -torch.inf, grad_entropy, 0.0)
         active = active | (h != 0)
-    active = active & kept(targets, mask, transform)
+    if targets is not None:
+        active = active & kept(targets, mask, transform)
+    elif mask is not None:
+        active = active & mask
     valid = transform.valid_vocab
-    inverse_t = _factor(transform)
+    inverse_t = transform.factor
     buffer = _buffer(logits, compute_dtype(logits.dtype))
     for b, rows in _chunks(active, logits.shape[-1]):
         scores = _scores(logits[b], rows, transform, buffer)
@@ -93,7 +99,6 @@ def token_logprobs_backward(
         if inverse_t != 1.0:
             scores.mul_(inverse_t)
         scores.sub_(log_sum[b, rows].unsqueeze(-1))
-        target = targets[b, rows].long().unsqueeze(-1)
         factor = -inverse_t * g[b, rows].unsqueeze(-1)
         if grad_entropy is not None:
             # d entropy / d score = -p·(log p + H)
@@ -102,10 +107,12 @@ def token_logprobs_backward(
         probs = scores.exp_()
         if grad_entropy is not None:
             by_entropy.mul_(probs)
-        # 1 - p of the target as the sum of the others: exact to the last digits also where p rounds to 1.
-        probs.scatter_(-1, target, 0.0)
-        at_target = -probs.sum(-1, keepdim=True)
-        grad = probs.scatter_(-1, target, at_target).mul_(factor)
+        if targets is not None:
+            # 1 - p of the target as the sum of the others: exact to the last digits also where p rounds to 1.
+            target = targets[b, rows].long().unsqueeze(-1)
+            probs.scatter_(-1, target, 0.0)
+            probs.scatter_(-1, target, -probs.sum(-1, keepdim=True))
+        grad = probs.mul_(factor)
         if grad_entropy is not None:
             grad.add_(by_entropy)
         if slope is not None:
@@ -148,15 +155,16 @@ def _scores(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform, bu
     return scores.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap)
 
 
-def _factor(transform: LogitsTransform) -> float:
-    """What remains to be multiplied once the row maximum is subtracted."""
-    return (transform.scale if transform.softcap is None else 1.0) / transform.temperature
-
-
 def _softcap_slope(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform) -> Tensor | None:
-    """d score / d logit = scale·(1 - tanh²(u)) = scale·4w/(1 + w)² with w = exp(-2|u|): no digits lost near the cap."""
+    """d score / d logit of some rows, None without softcap."""
     if transform.softcap is None:
         return None
-    u = logits[rows, : transform.valid_vocab].to(compute_dtype(logits.dtype)) * (transform.scale / transform.softcap)
-    w = u.abs_().mul_(-2.0).exp_()
+    return softcap_slope(logits[rows, : transform.valid_vocab].to(compute_dtype(logits.dtype)), transform)
+
+
+def softcap_slope(logits: Tensor, transform: LogitsTransform) -> Tensor:
+    """scale·(1 - tanh²(u)) = scale·4w/(1 + w)² with w = exp(-2|u|): no digits lost near the cap; 1 without one."""
+    if transform.softcap is None:
+        return torch.ones_like(logits)
+    w = (logits * (transform.scale / transform.softcap)).abs_().mul_(-2.0).exp_()
     return w.mul(4.0 * transform.scale).div_(w.add_(1.0).square_())

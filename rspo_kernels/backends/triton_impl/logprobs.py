@@ -194,9 +194,12 @@ def logprobs_backward_kernel(
     i_b = (i_row // n_tokens).to(tl.int64)
     i_l = (i_row % n_tokens).to(tl.int64)
     o_out = i_b * stride_ob + i_l * stride_ol
-    target = tl.load(p_targets + i_b * stride_tb + i_l * stride_tl).to(tl.int64)
-    # An out-of-range target has no gradient (its log-prob is NaN: that is where it shows).
-    keep = (target != ignore_index) & (target >= 0) & (target < n_valid)
+    target = tl.full([], 0, tl.int64)
+    keep = target == 0
+    if p_targets is not None:
+        target = tl.load(p_targets + i_b * stride_tb + i_l * stride_tl).to(tl.int64)
+        # An out-of-range target has no gradient (its log-prob is NaN: that is where it shows).
+        keep = (target != ignore_index) & (target >= 0) & (target < n_valid)
     if p_mask is not None:
         keep = keep & (tl.load(p_mask + i_b * stride_mb + i_l * stride_ml) != 0)
     logp = tl.load(p_logp + i_row)
@@ -222,7 +225,7 @@ def logprobs_backward_kernel(
     if ENTROPY:
         d_target -= exp(logp) * h * (tl.maximum(logp, MIN_EXPONENT) + entropy)
     d_target *= factor
-    if SOFTCAP:
+    if SOFTCAP and p_targets is not None:
         d_target *= tanh_slope(tl.load(p_logits + o_row + target).to(tl.float32) * pre)
         tl.debug_barrier()
     g *= factor
@@ -249,8 +252,9 @@ def logprobs_backward_kernel(
     b_dlast = gradient(b_last, g, h, entropy, row_max, log2_sum, pre, cap, k, ENTROPY, SOFTCAP)
     tl.store(p_grad + n_main + o_tile, b_dlast.to(p_out.dtype.element_ty), mask=b_in)
     fill_zeros(p_out, o_out, n_valid, n_cols, VEC, ROWS * LANES)
-    tl.debug_barrier()
-    tl.store(p_out + o_out + target, d_target.to(p_out.dtype.element_ty))
+    if p_targets is not None:
+        tl.debug_barrier()
+        tl.store(p_out + o_out + target, d_target.to(p_out.dtype.element_ty))
 
 
 def token_logprobs_forward(
@@ -286,7 +290,7 @@ def token_logprobs_backward(
     grad_logp: Tensor,
     grad_entropy: Tensor | None,
     logits: Tensor,
-    targets: Tensor,
+    targets: Tensor | None,
     mask: Tensor | None,
     logp: Tensor,
     entropy: Tensor,
@@ -297,8 +301,11 @@ def token_logprobs_backward(
     *,
     tile: RowTile | None = None,
 ) -> None:
-    """Write d(loss)/d(logits) into out [B, L, V], which may be the logits themselves."""
-    if targets.numel() == 0:
+    """Write d(loss)/d(logits) into out [B, L, V], which may be the logits themselves.
+
+    Without targets every column is one that was not chosen (the targets' gradients are then written elsewhere).
+    """
+    if logp.numel() == 0:
         return
     if unit_stride(out) is not out:
         buffer = torch.empty_like(out, memory_format=torch.contiguous_format)
@@ -314,12 +321,13 @@ def token_logprobs_backward(
         tile = tile._replace(rows=1)
     mask_strides = mask.stride() if mask is not None else (0, 0)
     entropy_strides = grad_entropy.stride() if grad_entropy is not None else (0, 0)
+    target_strides = targets.stride() if targets is not None else (0, 0)
     statistics = (x.contiguous() for x in (logp, entropy, row_max, log_sum))
     with on_device(logits):
-        logprobs_backward_kernel[(targets.numel(),)](
+        logprobs_backward_kernel[(logp.numel(),)](
             grad_logp, *grad_logp.stride(), grad_entropy, *entropy_strides, logits, *logits.stride()[:2],
-            targets, *targets.stride(), mask, *mask_strides, *statistics, out, *out.stride()[:2],
-            targets.shape[1], transform.valid_vocab, logits.shape[2], transform.ignore_index, *scalars(transform),
+            targets, *target_strides, mask, *mask_strides, *statistics, out, *out.stride()[:2],
+            logits.shape[1], transform.valid_vocab, logits.shape[2], transform.ignore_index, *scalars(transform),
             ENTROPY=grad_entropy is not None, SOFTCAP=transform.softcap is not None,
             SAME_PHASE=same_phase, **tile.constants(), **launch_options(tile.threads),
         )  # fmt: skip
