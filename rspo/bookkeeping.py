@@ -57,6 +57,10 @@ class Bookkeeper:
         """Evaluate on held-out episodes; its time and samples are not part of the cost."""
         values = evaluate(policy, self.env, self.config)
         self.tracker.record("evaluation", self.step, {**values, **self.cost()})
+        self.tracker.say(
+            f"after {self.step} updates and {self.trajectories:,} trajectories: {values['success']:.1%} success on"
+            f" {self.config.evaluation.episodes} episodes ({self.config.evaluation.split})"
+        )
         self._last = time.perf_counter()
         return values
 

@@ -69,11 +69,11 @@ class WarmupConfig:
     """
 
     trajectories: int = 2500
-    expert_rate: float = 0.35
+    expert_rate: float = 0.5
     """Probability that a step of a demonstration is the expert's; otherwise it is random."""
     learning_rate: float = 5e-3
     betas: tuple[float, float] = (0.9, 0.95)
-    batch_rows: int = 512
+    batch_rows: int = 256
     max_updates: int = 800
     check_every: int = 20
     """Updates between two measurements of the success rate."""
@@ -151,9 +151,7 @@ class RewardConfig:
     def __post_init__(self) -> None:
         _one_of("rewards.train", self.train, TRAIN_REWARDS)
         if self.dense != "environment" and ":" not in self.dense:
-            raise ConfigError(
-                f"rewards.dense must be 'environment' or 'package.module:function', got {self.dense!r}"
-            )
+            raise ConfigError(f"rewards.dense must be 'environment' or 'package.module:function', got {self.dense!r}")
         _positive("rewards.dense_scale", self.dense_scale)
         _at_least("rewards.dense_noise", self.dense_noise, 0)
 

@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +79,7 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
         raise ConfigError(f"{prefix}{error}") from error
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 

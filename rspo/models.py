@@ -55,7 +55,7 @@ class Policy:
                 str(path), dtype=getattr(torch, config.dtype), attn_implementation=config.attention, **options
             )
         except (OSError, ValueError) as error:
-            raise ConfigError(f"policy.path={str(path)!r} holds no causal LM that transformers can load: {error}") from error
+            raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
         return cls(model.to(config.device), tokenizer)
 
     def save(self, path: str | Path) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 
 from .engines import Engine
 from .envs.base import BatchedEnv, Info, PromptContext
-from .trajectory import Trajectory, Turn
 from .timing import PhaseTimer
+from .trajectory import Trajectory, Turn
 
 
 class Episodes:
@@ -93,7 +93,8 @@ def rollout(
         with timer("environment"):
             projected = [env.project(generation.text) for generation in generations]
             rewards, truncated, infos = episodes.step([action for action, _ in projected])
-            for i, anchor, generation, (action, well_formed) in zip(acting, anchors, generations, projected, strict=True):
+            written = zip(acting, anchors, generations, projected, strict=True)
+            for i, anchor, generation, (action, well_formed) in written:
                 trajectory, info = trajectories[i], infos[i]
                 trajectory.turns.append(
                     Turn(

@@ -55,6 +55,11 @@ class Tracker:
         )
         self.bar.update(advance)
 
+    def say(self, text: str) -> None:
+        """A line above the bar, where there is one."""
+        if not self.bar.disable:
+            self.bar.write(text)
+
     def close(self) -> None:
         """Close file and bar."""
         self.bar.close()

@@ -175,6 +175,11 @@ class Trainer:
         state = {**self.books.state(), "random": self.random.state()}
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
+    def close(self) -> None:
+        """Close the records and the environment."""
+        self.books.tracker.close()
+        self.env.close()
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint."""
         self.agent = checkpoint.agent

@@ -2,8 +2,8 @@
 
 The demonstrator takes the scripted expert's step with a small probability and a random one otherwise. The policy that
 imitates it knows how actions are written and what follows what, and now and then brings a task to its end. Training
-stops at the first measured success rate inside the band; measured, because the number of updates that it takes
-depends on the seed. Everything follows from the seed.
+stops when the success rate is measured inside the band: the number of updates that it takes depends on the seed.
+Everything follows from the seed.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from tqdm import tqdm
 
 from .config import Config, ConfigError
 from .envs.base import BatchedEnv
+from .envs.household import VOCABULARY, HouseholdEnv
 from .evaluate import play
 from .models import Policy, tiny_policy
 from .randomness import named_generator, named_seed
 from .rollout import Episodes
 from .trajectory import Batch, Trajectory, Turn
 
+BISECTIONS = 8
+
 
 def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[Policy, float]:
-    """A fresh tiny policy, cloned to `config.warmup.band`, and its success rate.
+    """A fresh tiny policy, cloned to `config.warmup.band`, and its measured success rate.
 
-    Raises ConfigError for an environment without an expert and vocabulary, or when no measurement fell into the band.
+    Raises ConfigError for an environment without an expert and vocabulary, or when the band was not reached.
     """
-    if not hasattr(env, "expert_actions") or not hasattr(env, "random_actions"):
+    if not isinstance(env, HouseholdEnv):
         raise ConfigError(
             f"{type(env).__name__} has no scripted expert to warm up a policy with; set policy.path to a model folder"
         )
-    from .envs.household import VOCABULARY
-
     settings = config.warmup
     policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
     batch = Batch.from_trajectories(demonstrations(env, policy, config)).to(policy.device)
@@ -40,29 +41,60 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
     )
     rng = named_generator(config.run.seed, "warmup batches")
 
-    measured: list[str] = []
-    bar = tqdm(range(1, settings.max_updates + 1), desc="warm-up", disable=not progress, leave=False)
-    for step in bar:
-        rows = torch.from_numpy(rng.choice(batch.num_rows, size=min(settings.batch_rows, batch.num_rows), replace=False))
-        logp, _ = policy.logprobs(batch.select(rows.to(policy.device)), temperature=1.0)
-        loss = -logp.mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if step % settings.check_every:
-            continue
-        success = measure_success(policy, env, config)
-        measured.append(f"{success:.2%}")
-        bar.set_postfix(loss=f"{loss.item():.3f}", success=measured[-1])
-        if settings.band[0] <= success <= settings.band[1]:
-            bar.close()
-            return policy, success
-        if success > settings.band[1]:
-            break
+    below = _weights(policy)
+    success = 0.0
+    with tqdm(total=settings.max_updates, desc="warm-up", disable=not progress, leave=False) as bar:
+        for _ in range(0, settings.max_updates, settings.check_every):
+            for _ in range(settings.check_every):
+                _clone(policy, batch, optimizer, settings.batch_rows, rng)
+            success = measure_success(policy, env, config)
+            bar.set_postfix(success=f"{success:.2%}", refresh=False)
+            bar.update(settings.check_every)
+            if success > settings.band[1]:
+                success = _step_back(policy, below, env, config)
+            if settings.band[0] <= success <= settings.band[1]:
+                return policy, success
+            below = _weights(policy)
     raise ConfigError(
-        f"warm-up measured success rates {', '.join(measured)}, none in warmup.band={settings.band}; change"
-        " warmup.expert_rate, warmup.check_every, warmup.max_updates or run.seed"
+        f"warm-up reached a success rate of {success:.2%} in {settings.max_updates} updates, not"
+        f" warmup.band={settings.band}; raise warmup.max_updates or warmup.expert_rate"
     )
+
+
+def _clone(
+    policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, size: int, rng: np.random.Generator
+) -> None:
+    """One step towards the demonstrator on `size` random rows."""
+    rows = torch.from_numpy(rng.choice(batch.num_rows, size=min(size, batch.num_rows), replace=False))
+    logp, _ = policy.logprobs(batch.select(rows.to(policy.device)), temperature=1.0)
+    optimizer.zero_grad(set_to_none=True)
+    (-logp.mean()).backward()
+    optimizer.step()
+
+
+def _step_back(policy: Policy, below: list[torch.Tensor], env: BatchedEnv, config: Config) -> float:
+    """Success of the policy after its weights were drawn back towards those `below` the band, by bisection.
+
+    Success rises steeply once it rises; between two checks it can pass the whole band.
+    """
+    low, high, success = below, _weights(policy), 0.0
+    for _ in range(BISECTIONS):
+        middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+        with torch.no_grad():
+            for parameter, value in zip(policy.model.parameters(), middle, strict=True):
+                parameter.copy_(value)
+        success = measure_success(policy, env, config)
+        if success < config.warmup.band[0]:
+            low = middle
+        elif success > config.warmup.band[1]:
+            high = middle
+        else:
+            break
+    return success
+
+
+def _weights(policy: Policy) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in policy.model.parameters()]
 
 
 def measure_success(policy: Policy, env: BatchedEnv, config: Config) -> float:
@@ -81,7 +113,7 @@ def measure_success(policy: Policy, env: BatchedEnv, config: Config) -> float:
     return success
 
 
-def demonstrations(env: BatchedEnv, policy: Policy, config: Config) -> list[Trajectory]:
+def demonstrations(env: HouseholdEnv, policy: Policy, config: Config) -> list[Trajectory]:
     """Episodes on training tasks in which a step is the expert's with probability `warmup.expert_rate`."""
     settings = config.warmup
     rng = named_generator(config.run.seed, "demonstrations")
@@ -94,10 +126,11 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config) -> list[Traj
         acting = list(episodes.running)
         prompts = policy.encode(episodes.prompts())
         anchors = [episodes.infos[i]["anchor"] for i in acting]
-        expert, random = env.expert_actions(), env.random_actions(rng)  # type: ignore[attr-defined]
+        # Random among all actions, most of which fail: among accepted ones it would already know the environment.
+        expert, random = env.expert_actions(), env.random_actions(rng, admissible=False)
         take_expert = rng.random(len(expert)) < settings.expert_rate
         actions = [expert[i] if take_expert[i] else random[i] for i in acting]
-        responses = policy.encode(actions)
+        responses = [_ended(response, policy, config) for response in policy.encode(actions)]
         rewards, _, infos = episodes.step(actions)
         for i, prompt, response, anchor, action in zip(acting, prompts, responses, anchors, actions, strict=True):
             trajectories[i].turns.append(
@@ -114,3 +147,10 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config) -> list[Traj
             )
             trajectories[i].won = infos[i]["won"]
     return trajectories
+
+
+def _ended(response: np.ndarray, policy: Policy, config: Config) -> np.ndarray:
+    """A response with its end-of-sequence token, where the length limit leaves room for one."""
+    if len(response) >= config.rollout.max_response_tokens:
+        return response
+    return np.append(response, policy.eos_token_ids[0])

@@ -8,6 +8,7 @@ taken by the same function as in training (`rspo_kernels.token_logprobs`): befor
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -52,7 +53,8 @@ class TransformersEngine:
         generations: list[Generation] = []
         for start in range(0, len(encoded), self.config.max_batch):
             generations += self._generate_batch(encoded[start : start + self.config.max_batch])
-        for generation, text in zip(generations, self.policy.decode([g.response_ids for g in generations]), strict=True):
+        texts = self.policy.decode([generation.response_ids for generation in generations])
+        for generation, text in zip(generations, texts, strict=True):
             generation.text = text
         return generations
 
@@ -70,7 +72,7 @@ class TransformersEngine:
             logits = self._forward(input_ids, mask, cache)
             chosen = self._sample(logits)
             tokens[rows, step] = chosen
-            logp[rows, step] = token_logprobs(logits, chosen, temperature=self.temperature)
+            logp[rows, step] = cast(Tensor, token_logprobs(logits, chosen, temperature=self.temperature))
             lengths[rows] = step + 1
             if step + 1 == limit:
                 break

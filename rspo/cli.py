@@ -1,0 +1,159 @@
+"""The command line: `rspo train`, `rspo eval`, `rspo plot`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers.utils import logging as transformers_logging
+
+from .config import METHODS, PRESETS, SPLITS, Config, ConfigError
+from .config_io import apply_flags, load_config, preset
+from .evaluate import evaluate
+from .models import Policy
+from .rewards import NonFiniteError
+from .runs import CONFIG_FILE, build_env, open_run, trained_policy
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, or 2 for a wrong setting, 1 for a run that failed."""
+    parsed = _parser().parse_args(arguments)
+    # Loading a tiny model many times would draw its own bars over the run's.
+    transformers_logging.disable_progress_bar()
+    try:
+        parsed.command(parsed)
+    except (ConfigError, FileNotFoundError) as error:
+        print(f"rspo: error: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteError as error:
+        print(f"rspo: training stopped: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train an agent",
+        description="Train an agent into a run folder. Settings come from the preset, then --config, then the other"
+        " flags, then --set, each laid over the ones before.",
+    )
+    train.add_argument("--method", choices=METHODS, help="rspo (default), or grpo: the same without agent B")
+    train.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-ENV-seedSEED)")
+    train.add_argument("--steps", type=int, metavar="N", help="updates of agent A")
+    train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_settings(train)
+    train.set_defaults(command=_train)
+
+    evaluation = commands.add_parser(
+        "eval",
+        help="measure the success of a run or model",
+        description="Play fixed episodes with the latest checkpoint of a run folder, or with a model folder.",
+    )
+    evaluation.add_argument("path", type=Path, help="run folder, checkpoint, or model folder")
+    evaluation.add_argument("--episodes", type=int, metavar="N", help="number of episodes")
+    evaluation.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    evaluation.add_argument("--split", choices=SPLITS, help="eval: held-out tasks (default)")
+    evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_settings(evaluation)
+    evaluation.set_defaults(command=_eval)
+
+    plot = commands.add_parser(
+        "plot", help="draw learning curves", description="Draw the learning curves of one or several runs."
+    )
+    plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    plot.add_argument("--out", type=Path, help="picture (default: learning_curve.png in the first run's folder)")
+    plot.add_argument("--labels", nargs="+", help="one for each run (default: the folders' names)")
+    plot.set_defaults(command=_plot)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--preset", choices=tuple(PRESETS), help="default, or paper: every setting as the paper's")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
+    parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
+    parser.add_argument("--policy", metavar="PATH", help="model folder to start from or to evaluate with")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of everything random")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="any setting, e.g. swap.alpha=0.25; may be repeated",
+    )
+
+
+def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
+    """The configuration that the flags describe, laid over `base` instead of a preset where given."""
+    method = getattr(parsed, "method", None)
+    if base is None or parsed.preset is not None:
+        base = preset(parsed.preset or "default", method or "rspo")
+    config = load_config(parsed.config, base) if parsed.config else base
+    flags = {
+        "method": method,
+        "env.name": parsed.env,
+        "policy.path": parsed.policy,
+        "run.seed": parsed.seed,
+        "run.steps": getattr(parsed, "steps", None),
+        "evaluation.episodes": getattr(parsed, "episodes", None),
+        "evaluation.temperature": getattr(parsed, "temperature", None),
+        "evaluation.split": getattr(parsed, "split", None),
+    }
+    given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    return apply_flags(config, [*given, *parsed.set])
+
+
+def _train(parsed: argparse.Namespace) -> None:
+    if parsed.resume and parsed.out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    stored = parsed.out / CONFIG_FILE if parsed.out is not None else None
+    if parsed.resume and stored is not None and not stored.is_file():
+        raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
+    config = _settings(parsed, load_config(stored) if parsed.resume and stored is not None else None)
+    name = config.env.name.rpartition(":")[2]
+    folder = parsed.out or Path("runs") / f"{config.method}-{name}-seed{config.run.seed}"
+    trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+
+    from .plotting import plot_runs
+
+    plot_runs([folder], folder / "learning_curve.png")
+    print(f"run folder: {folder}")
+
+
+def _eval(parsed: argparse.Namespace) -> None:
+    if not parsed.path.is_dir():
+        raise ConfigError(f"{parsed.path} is not a folder")
+    is_run = (parsed.path / CONFIG_FILE).is_file()
+    config = _settings(parsed, load_config(parsed.path / CONFIG_FILE) if is_run else None)
+    policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
+    values = evaluate(policy, build_env(config), config)
+    if parsed.json:
+        print(json.dumps(values))
+        return
+    settings = config.evaluation
+    print(f"{settings.episodes} episodes, split {settings.split!r}, temperature {settings.temperature:g}")
+    for name, value in values.items():
+        print(f"  {name:<26} {value:10.4f}")
+
+
+def _plot(parsed: argparse.Namespace) -> None:
+    from .plotting import plot_runs
+
+    try:
+        written = plot_runs(parsed.runs, parsed.out or parsed.runs[0] / "learning_curve.png", parsed.labels)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(written)

@@ -1,0 +1,97 @@
+"""Settings: presets, files, flags, and the errors that name what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rspo.config import Config, ConfigError, default_config, paper_config
+from rspo.config_io import apply_flags, load_config, preset, save_config
+from rspo.runs import build_env
+
+
+def test_paper_preset_has_the_papers_settings() -> None:
+    config = paper_config()
+    assert (config.swap.k, config.swap.alpha, config.rollout.group_size, config.rollout.tasks) == (3, 1 / 8, 8, 16)
+    assert (config.swap.buffer_tasks, config.run.steps) == (28, 150)
+    assert (config.loss.clip_center, config.loss.center_cap, config.loss.clip_low) == ("shift", None, 0.2)
+    assert (config.loss.kl_coef, config.loss.kl_estimator, config.optimizer.learning_rate) == (0.01, "k3", 1e-6)
+    assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.4)
+    assert (config.estimator.invalid_penalty, config.loss.dual_clip, config.loss.dual_clip_replay) == (0.1, 3.0, False)
+
+
+def test_default_preset_bounds_the_clip_center() -> None:
+    assert default_config().loss.center_cap == 1.0
+
+
+def test_counts_of_on_policy_and_replayed_data() -> None:
+    config = Config()
+    assert (config.on_policy_tasks(1 / 8), config.replay_size(1 / 8)) == (14, 16)
+    assert (config.on_policy_tasks(1 / 16), config.replay_size(1 / 16)) == (15, 8)
+    assert (config.on_policy_tasks(0.0), config.replay_size(0.0)) == (16, 0)
+
+
+def test_alpha_schedules_decay_to_zero() -> None:
+    for name in ("linear", "cosine"):
+        config = apply_flags(Config(), [f"swap.alpha_schedule={name}", "run.steps=100"])
+        assert config.alpha_at(0) == 0.125
+        assert config.alpha_at(50) == pytest.approx(0.0625)
+        assert config.alpha_at(99) < 0.002
+    assert Config().alpha_at(53) == 0.125
+
+
+def test_round_trip_through_yaml(tmp_path: Path) -> None:
+    config = apply_flags(paper_config("grpo"), ["env.options={max_turns: 6}", "warmup.band=[0.1, 0.2]"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_flags_are_converted_to_the_fields_types() -> None:
+    config = apply_flags(
+        Config(), ["optimizer.learning_rate=1e-4", "swap.k=5", "policy.path=null", "loss.center_cap=none"][:3]
+    )
+    assert (config.optimizer.learning_rate, config.swap.k, config.policy.path) == (1e-4, 5, None)
+    assert apply_flags(config, ["loss.center_cap=null"]).loss.center_cap is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("swap.alpha=1.0", r"swap\.alpha must be in \[0, 1\)"),
+        ("swap.alpha=-0.1", r"swap\.alpha must be in \[0, 1\)"),
+        ("rollout.group_size=1", r"rollout\.group_size must be >= 2"),
+        ("rollout.group_size=2.5", r"rollout\.group_size must be of type int"),
+        ("method=ppo2", r"method must be one of 'rspo', 'grpo'"),
+        ("swap.sampling=best", r"swap\.sampling must be one of 'reward', 'random', 'variance'"),
+        ("swap.alhpa=0.1", r"unknown setting 'swap\.alhpa' \(did you mean 'alpha'\?\).*k, alpha"),
+        ("swop.alpha=0.1", r"unknown setting 'swop' \(did you mean 'swap'\?\)"),
+        ("swap=3", r"swap is a section"),
+        ("loss.clip_low=-1", r"loss\.clip_low must be >= 0"),
+        ("loss.clip_center=left", r"loss\.clip_center must be one of"),
+        ("estimator.std=maybe", r"estimator\.std must be of type bool"),
+        ("optimizer.learning_rate=fast", r"optimizer\.learning_rate must be of type float"),
+        ("run.steps=0", r"run\.steps must be >= 1"),
+        ("rewards.train=dense", r"rewards\.train must be 'outcome' with method='rspo'"),
+        ("swap.alpha=0.97", r"leaves no on-policy task"),
+        ("alpha", r"--set takes section\.field=value"),
+    ],
+)
+def test_impossible_settings_are_errors_that_say_what_is_allowed(flag: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        apply_flags(default_config(), [flag])
+
+
+def test_unknown_environment_preset_and_file_field(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="household"):
+        build_env(apply_flags(Config(), ["env.name=housekeeping"]))
+    with pytest.raises(ConfigError, match="max_turns"):
+        build_env(apply_flags(Config(), ["env.options={max_turns: 0}"]))
+    with pytest.raises(ConfigError, match="'default', 'paper'"):
+        preset("best")
+    (tmp_path / "c.yaml").write_text("rollout: {groups: 3}\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: unknown setting 'rollout\.groups'"):
+        load_config(tmp_path / "c.yaml")
+    (tmp_path / "d.yaml").write_text("- rollout\n")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        load_config(tmp_path / "d.yaml")

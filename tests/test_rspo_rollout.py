@@ -1,0 +1,164 @@
+"""Rollouts and the engine: log-probs that training agrees with, padding that changes nothing, no wasted turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from rspo_toys import EchoEnv, small_policy
+
+from rspo.config import RolloutConfig
+from rspo.engines import Generation, TransformersEngine
+from rspo.envs import make_env
+from rspo.models import Policy, score
+from rspo.rollout import rollout
+from rspo.trajectory import Batch, Trajectory, trajectory_from_json, trajectory_to_json
+
+SEEDS = range(8)
+
+
+def engine_of(policy: Policy, seed: int = 0, **settings: object) -> TransformersEngine:
+    config = RolloutConfig(**{"max_response_tokens": 3, **settings})  # type: ignore[arg-type]
+    return TransformersEngine(policy, config, torch.Generator().manual_seed(seed))
+
+
+def echo_rollout(policy: Policy, **settings: object) -> list[Trajectory]:
+    env = EchoEnv()
+    tasks = [env.tasks()[i % 6] for i in SEEDS]
+    return rollout(env, engine_of(policy, **settings), tasks, SEEDS, group_size=2, history_length=2)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return small_policy()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_recorded_logprobs_are_those_of_the_training_forward(policy: Policy, temperature: float) -> None:
+    trajectories = echo_rollout(policy, temperature=temperature)
+    batch = Batch.from_trajectories(trajectories)
+    assert len({len(turn.prompt_ids) for t in trajectories for turn in t.turns}) > 3, "prompts must need padding"
+    scored = score(policy, batch, temperature, max_tokens=64)
+    torch.testing.assert_close(scored, batch.behavior_logp, atol=1e-4, rtol=0)
+
+
+def test_household_logprobs_agree_too(policy: Policy) -> None:
+    env = make_env("household")
+    engine = engine_of(policy, max_response_tokens=2)
+    batch = Batch.from_trajectories(
+        rollout(env, engine, env.tasks()[:4], range(4), group_size=2, history_length=2)
+    )
+    scored = score(policy, batch, 1.0, max_tokens=4096)
+    torch.testing.assert_close(scored, batch.behavior_logp, atol=1e-4, rtol=0)
+
+
+def test_left_padding_does_not_change_logprobs(policy: Policy) -> None:
+    """The short prompt gets the same next-token distribution alone and beside a longer one."""
+    short, long = "pick apple table", "heat egg desk ok hall none none none none go fridge"
+
+    def next_logits(prompts: list[str]) -> torch.Tensor:
+        engine = engine_of(policy)
+        seen: list[torch.Tensor] = []
+        sample = engine._sample
+        engine._sample = lambda logits: (seen.append(logits), sample(logits))[1]  # type: ignore[method-assign]
+        engine.generate(prompts)
+        return seen[0]
+
+    together, alone = next_logits([long, short]), next_logits([short])
+    torch.testing.assert_close(together[1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:
+    (eos,) = policy.eos_token_ids
+    generations = engine_of(policy, max_response_tokens=40).generate(["pick apple table"] * 64)
+    lengths = [len(g.response_ids) for g in generations]
+    assert min(lengths) < 40, "some response should have ended"
+    for generation in generations:
+        inner, last = generation.response_ids[:-1], generation.response_ids[-1]
+        assert eos not in inner
+        assert last == eos or len(generation.response_ids) == 40
+        assert np.isfinite(generation.logp).all()
+
+
+def test_sampling_follows_the_seed(policy: Policy) -> None:
+    first, again = ([t.turns[0].response_ids.tolist() for t in echo_rollout(policy)] for _ in range(2))
+    assert first == again
+
+
+class CountingEngine:
+    """Answers everything with one word and counts the prompts of each turn."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.batches: list[int] = []
+
+    def generate(self, prompts: Sequence[str]) -> list[Generation]:
+        self.batches.append(len(prompts))
+        ids = np.array([1], dtype=np.int64)
+        return [Generation(self.word, ids, ids, np.zeros(1, dtype=np.float32)) for _ in prompts]
+
+
+def test_finished_episodes_leave_the_batch_and_add_no_turn() -> None:
+    env, engine = EchoEnv(), CountingEngine("pick")
+    trajectories = rollout(env, engine, ["pick"] * 4, [0, 1, 2, 3], group_size=2, history_length=1)
+    assert [len(t) for t in trajectories] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert engine.batches == [8, 6, 4, 2]
+    assert all(t.won and not t.truncated and t.outcome == 10 for t in trajectories)
+    assert [(t.group, t.index) for t in trajectories[:3]] == [(0, 0), (0, 1), (1, 0)]
+    assert [turn.anchor for turn in trajectories[-1].turns] == ["turn 0", "turn 1", "turn 2", "turn 3"]
+
+
+def test_turn_limit_is_truncation() -> None:
+    trajectories = rollout(EchoEnv(), CountingEngine("put"), ["pick"], [0], group_size=2, history_length=1)
+    assert all(t.truncated and not t.won for t in trajectories)
+
+
+def test_history_keeps_the_last_pairs() -> None:
+    prompts: list[str] = []
+
+    class Recorder(CountingEngine):
+        def generate(self, batch: Sequence[str]) -> list[Generation]:
+            prompts.extend(batch)
+            return super().generate(batch)
+
+    rollout(EchoEnv(), Recorder("go"), ["pick"], [3], group_size=1, history_length=2)
+    assert [len(prompt.split()) for prompt in prompts] == [2, 4, 5, 6]
+
+
+def test_too_long_prompts_are_an_error(policy: Policy) -> None:
+    with pytest.raises(ValueError, match=r"3 tokens, rollout\.max_prompt_tokens=2"):
+        engine_of(policy, max_prompt_tokens=2).generate(["pick apple table"])
+
+
+def test_trajectories_survive_json_exactly(policy: Policy) -> None:
+    (trajectory, *_) = echo_rollout(policy)
+    trajectory.advantages = np.array([0.1] * len(trajectory), dtype=np.float32)
+    restored = trajectory_from_json(trajectory_to_json(trajectory))
+    assert restored.advantages is not None
+    assert restored.advantages.tobytes() == trajectory.advantages.tobytes()
+    for before, after in zip(trajectory.turns, restored.turns, strict=True):
+        assert before.behavior_logp.tobytes() == after.behavior_logp.tobytes()
+        assert (before.anchor, before.response_ids.tolist()) == (after.anchor, after.response_ids.tolist())
+
+
+def test_batch_rows_and_selection() -> None:
+    from rspo_toys import make_trajectory
+
+    trajectories = [make_trajectory(0, i, turns=2 + i, advantage=float(i)) for i in range(3)]
+    batch = Batch.from_trajectories(trajectories)
+    turns = [turn for t in trajectories for turn in t.turns]
+    assert (batch.num_rows, batch.num_tokens) == (9, sum(len(turn.response_ids) for turn in turns))
+    assert batch.targets.tolist() == [int(x) for turn in turns for x in turn.response_ids]
+    rows = torch.tensor([1, 4, 8])
+    part = batch.select(rows)
+    assert part.targets.tolist() == [int(x) for i in rows for x in turns[i].response_ids]
+    assert part.input_ids.shape[1] == int(batch.row_lengths[rows].max())
+    for token in range(part.num_tokens):
+        row, column = int(part.token_row[token]), int(part.token_column[token])
+        assert part.input_ids[row, column + 1] == part.targets[token]
+    assert part.row_turn.tolist() == [1, 2, 3]
+    pieces = batch.micro_batches(max_tokens=12)
+    assert sorted(torch.cat(pieces).tolist()) == list(range(9))
+    assert all(len(p) == 1 or len(p) * int(batch.row_lengths[p].max()) <= 12 for p in pieces)
