@@ -281,3 +281,16 @@ def test_wrong_arguments_are_named(change, error, message):
     arguments = {"logits": torch.zeros(2, 3), "targets": torch.zeros(2, dtype=torch.int64)} | change
     with pytest.raises(error, match=message):
         token_logprobs(**arguments)
+
+
+def test_broken_logits_show(place):
+    """NaN and +inf logits give NaN log-probs and gradients in their row, and nothing in others."""
+    device, backend = place
+    logits = torch.randn(3, 40, device=device)
+    logits[0, 7], logits[1, 7] = torch.nan, torch.inf
+    logits.requires_grad_()
+    logp = token_logprobs(logits, torch.tensor([1, 2, 3], device=device), backend=backend)
+    logp.sum().backward()
+    assert logp.isnan().tolist() == [True, True, False]
+    assert logits.grad[:2].isnan().any(-1).all()
+    assert logits.grad[2].isfinite().all()

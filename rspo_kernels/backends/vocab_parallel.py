@@ -84,12 +84,12 @@ class VocabParallel:
         keep = kept(targets, mask, transform)
         here = keep & _owned(targets, transform)
         column = torch.where(here, targets - transform.vocab_start, 0).long().unsqueeze(-1)
-        g = torch.where(logp > -torch.inf, grad_logp, 0.0)
+        g = torch.where(logp == -torch.inf, 0.0, grad_logp)
         slope = softcap_slope(logits.gather(-1, column).to(logp.dtype), transform).squeeze(-1)
         # The target's own gradient, g·(1 - p) - h·p·(log p + H), over what its slice makes of it.
         at_target = -torch.expm1(logp) * g
         if grad_entropy is not None:
-            h = torch.where(log_sum > -torch.inf, grad_entropy, 0.0)
+            h = torch.where(log_sum == -torch.inf, 0.0, grad_entropy)
             at_target = at_target - logp.exp() * (logp.clamp(min=MIN_EXPONENT) + entropy) * h
         at_target = (at_target * slope * transform.factor).unsqueeze(-1)
         state = (logp, entropy, row_max, log_sum)

@@ -80,10 +80,10 @@ def token_logprobs_backward(
     Without targets every column is one that was not chosen (the targets' gradients are then written elsewhere).
     """
     # No direction for an impossible target; no distribution in an empty row.
-    g = torch.where(logp > -torch.inf, grad_logp, 0.0)
+    g = torch.where(logp == -torch.inf, 0.0, grad_logp)
     active = g != 0
     if grad_entropy is not None:
-        h = torch.where(log_sum > -torch.inf, grad_entropy, 0.0)
+        h = torch.where(log_sum == -torch.inf, 0.0, grad_entropy)
         active = active | (h != 0)
     if targets is not None:
         active = active & kept(targets, mask, transform)
