@@ -33,12 +33,12 @@ class ReplayBuffer:
         return len(self.trajectories)
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add complete, labelled groups and order the whole buffer anew."""
+        """Add complete, labelled groups; the whole buffer is ordered anew at the next sample."""
         for trajectory in trajectories:
             if trajectory.advantages is None or trajectory.rewards is None:
                 raise ValueError(f"{trajectory} needs rewards and advantages before it enters the buffer")
         self.trajectories += [replace(trajectory, source=REPLAY) for trajectory in trajectories]
-        self._waiting = self._ordered()
+        self._waiting = []
 
     def clear(self) -> None:
         """D <- ∅."""

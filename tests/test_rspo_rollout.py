@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from rspo_toys import EchoEnv, small_policy
+from rspo_toys import ParityEnv, small_policy
 
 from rspo.config import RolloutConfig
 from rspo.engines import Generation, TransformersEngine
@@ -24,8 +24,8 @@ def engine_of(policy: Policy, seed: int = 0, **settings: object) -> Transformers
     return TransformersEngine(policy, config, torch.Generator().manual_seed(seed))
 
 
-def echo_rollout(policy: Policy, **settings: object) -> list[Trajectory]:
-    env = EchoEnv()
+def parity_rollout(policy: Policy, **settings: object) -> list[Trajectory]:
+    env = ParityEnv()
     tasks = [env.tasks()[i % 6] for i in SEEDS]
     return rollout(env, engine_of(policy, **settings), tasks, SEEDS, group_size=2, history_length=2)
 
@@ -37,7 +37,7 @@ def policy() -> Policy:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_recorded_logprobs_are_those_of_the_training_forward(policy: Policy, temperature: float) -> None:
-    trajectories = echo_rollout(policy, temperature=temperature)
+    trajectories = parity_rollout(policy, temperature=temperature)
     batch = Batch.from_trajectories(trajectories)
     assert len({len(turn.prompt_ids) for t in trajectories for turn in t.turns}) > 3, "prompts must need padding"
     scored = score(policy, batch, temperature, max_tokens=64)
@@ -47,9 +47,7 @@ def test_recorded_logprobs_are_those_of_the_training_forward(policy: Policy, tem
 def test_household_logprobs_agree_too(policy: Policy) -> None:
     env = make_env("household")
     engine = engine_of(policy, max_response_tokens=2)
-    batch = Batch.from_trajectories(
-        rollout(env, engine, env.tasks()[:4], range(4), group_size=2, history_length=2)
-    )
+    batch = Batch.from_trajectories(rollout(env, engine, env.tasks()[:4], range(4), group_size=2, history_length=2))
     scored = score(policy, batch, 1.0, max_tokens=4096)
     torch.testing.assert_close(scored, batch.behavior_logp, atol=1e-4, rtol=0)
 
@@ -83,7 +81,7 @@ def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:
 
 
 def test_sampling_follows_the_seed(policy: Policy) -> None:
-    first, again = ([t.turns[0].response_ids.tolist() for t in echo_rollout(policy)] for _ in range(2))
+    first, again = ([t.turns[0].response_ids.tolist() for t in parity_rollout(policy)] for _ in range(2))
     assert first == again
 
 
@@ -101,7 +99,7 @@ class CountingEngine:
 
 
 def test_finished_episodes_leave_the_batch_and_add_no_turn() -> None:
-    env, engine = EchoEnv(), CountingEngine("pick")
+    env, engine = ParityEnv(), CountingEngine("pick")
     trajectories = rollout(env, engine, ["pick"] * 4, [0, 1, 2, 3], group_size=2, history_length=1)
     assert [len(t) for t in trajectories] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert engine.batches == [8, 6, 4, 2]
@@ -111,7 +109,7 @@ def test_finished_episodes_leave_the_batch_and_add_no_turn() -> None:
 
 
 def test_turn_limit_is_truncation() -> None:
-    trajectories = rollout(EchoEnv(), CountingEngine("put"), ["pick"], [0], group_size=2, history_length=1)
+    trajectories = rollout(ParityEnv(), CountingEngine("put"), ["pick"], [0], group_size=2, history_length=1)
     assert all(t.truncated and not t.won for t in trajectories)
 
 
@@ -123,7 +121,7 @@ def test_history_keeps_the_last_pairs() -> None:
             prompts.extend(batch)
             return super().generate(batch)
 
-    rollout(EchoEnv(), Recorder("go"), ["pick"], [3], group_size=1, history_length=2)
+    rollout(ParityEnv(), Recorder("go"), ["pick"], [3], group_size=1, history_length=2)
     assert [len(prompt.split()) for prompt in prompts] == [2, 4, 5, 6]
 
 
@@ -133,7 +131,7 @@ def test_too_long_prompts_are_an_error(policy: Policy) -> None:
 
 
 def test_trajectories_survive_json_exactly(policy: Policy) -> None:
-    (trajectory, *_) = echo_rollout(policy)
+    (trajectory, *_) = parity_rollout(policy)
     trajectory.advantages = np.array([0.1] * len(trajectory), dtype=np.float32)
     restored = trajectory_from_json(trajectory_to_json(trajectory))
     assert restored.advantages is not None

@@ -1,0 +1,255 @@
+"""Whole runs, small: through the command line, resumed, and read back by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from rspo_toys import ParityEnv, small_config, small_policy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rspo.agent import Agent
+from rspo.cli import main
+from rspo.config import Config, ConfigError
+from rspo.config_io import apply_flags, load_config
+from rspo.envs import make_env
+from rspo.envs.household import HouseholdEnv
+from rspo.metrics import trajectory_metrics
+from rspo.models import Policy
+from rspo.plotting import plot_runs
+from rspo.rewards import NonFiniteError
+from rspo.runs import open_run
+from rspo.tracking import Tracker, read_metrics
+from rspo.trainer import Trainer
+from rspo.warmup import demonstrations, measure_success, warm_up
+
+SMALL = [
+    "rollout.tasks=4",
+    "rollout.group_size=2",
+    "swap.k=2",
+    "swap.alpha=0.25",
+    "swap.buffer_tasks=3",
+    "optimizer.minibatches=2",
+    "evaluation.episodes=8",
+    "env.options={max_turns: 3}",
+]
+TIMES = ("seconds", "seconds/")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved start policy, untrained."""
+    folder = tmp_path_factory.mktemp("start")
+    small_policy().save(folder)
+    return folder
+
+
+def run(config: Config, folder: Path, resume: bool = False) -> Trainer:
+    trainer = open_run(config, folder, resume=resume, progress=False)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    return trainer
+
+
+def timeless(folder: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(folder)]
+
+
+def flags_for(start: Path, *flags: str) -> list[str]:
+    return [*SMALL, f"policy.path={start}", *flags]
+
+
+def test_train_eval_and_plot_through_the_command_line(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    sets = [part for flag in SMALL for part in ("--set", flag)]
+    command = ["train", "--method", "rspo", "--env", "household", "--seed", "3", "--steps", "3", "--policy", str(start)]
+    assert main([*command, "--out", str(out), "--quiet", *sets, "--set", "evaluation.every=2"]) == 0
+    assert {"config.yaml", "metrics.jsonl", "checkpoints", "learning_curve.png"} <= {p.name for p in out.iterdir()}
+    assert load_config(out / "config.yaml").run.seed == 3
+
+    kinds = [(record["kind"], record["step"]) for record in read_metrics(out)]
+    loop = [("dense", 0), ("dense", 0), ("collect", 0), ("update", 1), ("update", 2), ("evaluation", 2)]
+    last = [("dense", 2), ("dense", 2), ("collect", 2), ("update", 3), ("evaluation", 3)]
+    assert kinds == [("evaluation", 0), *loop, *last]
+    update = read_metrics(out, "update")[-1]
+    # 2 dense updates and 1 collection in each loop, 3 updates of A in all; 3 of 4 tasks are on-policy.
+    assert update["trajectories"] == 2 * (2 * 6 + 6) + 3 * 6
+    expected = {
+        "success", "reward", "dense_return", "clip_frac_low", "clip_frac_high", "replay/clip_frac_low", "approx_kl_k3",
+        "entropy", "replay/log_center_q50", "replay/zero_advantages", "identical_states", "identical_states_per_turn",
+        "tokens", "seconds/generation", "seconds/environment", "seconds/logprobs", "seconds/loss_backward",
+        "seconds/optimizer",
+    }  # fmt: skip
+    assert expected <= set(update)
+
+    capsys.readouterr()
+    assert main(["eval", str(out), "--episodes", "4", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) >= {"success", "turns"}
+    assert main(["eval", str(start), "--episodes", "4", "--set", "env.options={max_turns: 2}"]) == 0
+    assert "4 episodes" in capsys.readouterr().out
+    assert main(["plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--labels", "a", "b"]) == 0
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
+def test_errors_of_the_command_line_name_what_is_allowed(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*arguments: str) -> str:
+        assert main(list(arguments)) == 2
+        return capsys.readouterr().err
+
+    out = ["--out", str(tmp_path / "x"), "--quiet", "--policy", str(start)]
+    assert "available: household" in error("train", "--env", "webshop2", *out)
+    assert "swap.alpha must be in [0, 1)" in error("train", "--set", "swap.alpha=2", *out)
+    assert "no dense reward" in error(
+        "train", "--env", "rspo_toys:ParityEnv", "--set", "env.options={dense: false}", *out
+    )
+    assert "no causal LM" in error("train", "--out", str(tmp_path / "y"), "--policy", str(tmp_path))
+    assert "holds no run" in error("train", "--resume", "--out", str(tmp_path / "nowhere"))
+    assert "not the folder of a run" in error("plot", str(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["train", "--method", "sarsa"])
+    assert "'rspo', 'grpo'" in capsys.readouterr().err.replace("choose from rspo, grpo", "'rspo', 'grpo'")
+
+
+@pytest.mark.parametrize(("method", "extra"), [("rspo", ()), ("grpo", ()), ("rspo", ("swap.source=history",))])
+def test_a_resumed_run_gives_the_same_metrics_bit_for_bit(
+    start: Path, tmp_path: Path, method: str, extra: tuple[str, ...]
+) -> None:
+    # An environment in which untrained policies succeed, so that every part of the update has something to do.
+    parity = ["env.name=rspo_toys:ParityEnv", "env.options={}", "rollout.group_size=4"]
+    flags = flags_for(start, "run.steps=4", "run.save_every=2", "evaluation.every=2", *parity, *extra)
+    config = small_config(*flags, method=method)
+    run(config, tmp_path / "whole")
+    updates = read_metrics(tmp_path / "whole", "update")
+    assert all(record["gradient_norm"] > 0 for record in updates)
+    assert method == "grpo" or updates[-1]["replay/trajectories"] == 4
+    run(apply_flags(config, ["run.steps=2"]), tmp_path / "parts")
+    run(config, tmp_path / "parts", resume=True)
+    assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
+    whole, parts, first = (
+        Policy.load(tmp_path / name, config.policy).model.state_dict().values()
+        for name in ("whole/checkpoints/step-000004", "parts/checkpoints/step-000004", start)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(whole, first, strict=True))
+
+
+def test_records_after_the_checkpoint_are_dropped_on_resume(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start, "run.steps=2", "run.save_every=1"), method="grpo")
+    run(config, tmp_path)
+    tracker = Tracker(tmp_path, 2, start=1, progress=False)
+    tracker.close()
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+
+
+def test_checkpoints_load_with_transformers_and_old_ones_go(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start, "run.steps=5", "run.save_every=1", "run.keep=2"), method="grpo")
+    trainer = run(config, tmp_path)
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["step-000004", "step-000005"]
+    folder = tmp_path / "checkpoints" / "step-000005"
+    assert (folder / "model.safetensors").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    inputs = tokenizer("pick apple table", return_tensors="pt")["input_ids"]
+    assert tokenizer.decode(inputs[0]) == "pick apple table"
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs).logits, trainer.agent.policy.model(inputs).logits)
+
+
+def test_a_new_run_does_not_overwrite_an_old_one(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start, "run.steps=1"), method="grpo")
+    run(config, tmp_path)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        open_run(config, tmp_path, progress=False)
+
+
+def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) -> None:
+    """Dense rewards, one loop: agent A's batch has 3 tasks' rows and α·B·N = 2 replayed trajectories."""
+    trainer = open_run(small_config(*flags_for(start)), tmp_path, progress=False)
+    trainer._train_b_and_collect()
+    assert len(trainer.buffer) == 3 * 2
+    assert all(t.rewards is not None and t.rewards.sum() == t.outcome for t in trainer.buffer.trajectories)
+    before = trainer.books.trajectories
+    trainer._update_a()
+    assert trainer.books.trajectories - before == 3 * 2
+    record = read_metrics(tmp_path, "update")[-1]
+    assert record["replay/trajectories"] == 2
+    trainer.close()
+
+
+def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start), method="grpo")
+    env = ParityEnv(reward=float("nan"))
+    agent = Agent(Policy.load(start, config.policy), config.optimizer)
+    trainer = Trainer(config, tmp_path, env, agent, None, Tracker(tmp_path, 2, progress=False))
+    with pytest.raises(NonFiniteError, match=r"reward nan at turn \d of trajectory \d of group \d"):
+        trainer.train()
+    trainer.close()
+    assert (tmp_path / "checkpoints" / "failed" / "model.safetensors").is_file()
+
+
+def test_paper_preset_runs_on_household(start: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    sets = [part for flag in [*SMALL, "rollout.max_response_tokens=4"] for part in ("--set", flag)]
+    command = ["train", "--preset", "paper", "--steps", "1", "--policy", str(start), "--out", str(out), "--quiet"]
+    assert main([*command, *sets]) == 0
+    record = read_metrics(out, "update")[-1]
+    assert record["kl_ref"] >= 0
+    assert load_config(out / "config.yaml").loss.center_cap is None
+
+
+@pytest.fixture(scope="module")
+def household() -> HouseholdEnv:
+    env = make_env("household")
+    assert isinstance(env, HouseholdEnv)
+    return env
+
+
+WARM = ["warmup.trajectories=40", "warmup.check_episodes=16", "warmup.check_every=5", "warmup.batch_rows=64"]
+
+
+def test_demonstrations_mix_expert_and_random_steps(household: HouseholdEnv) -> None:
+    policy = small_policy()
+    expert = demonstrations(household, policy, small_config(*WARM, "warmup.expert_rate=1.0"))
+    assert trajectory_metrics(expert)["success"] == 1.0
+    mixed = demonstrations(household, policy, small_config(*WARM, "warmup.expert_rate=0.5"))
+    assert 0 < trajectory_metrics(mixed)["invalid_actions"] < 0.6
+    assert {len(turn.response_ids) for t in mixed for turn in t.turns} == {2}
+    longer = demonstrations(household, policy, small_config(*WARM, "rollout.max_response_tokens=3"))
+    (eos,) = policy.eos_token_ids
+    assert {int(turn.response_ids[-1]) for t in longer for turn in t.turns} == {eos}
+
+
+def test_warm_up_is_deterministic_and_measures_its_band(household: HouseholdEnv) -> None:
+    config = small_config(*WARM, "warmup.band=[0.0, 1.0]")
+    (a, rate_a), (b, rate_b) = (warm_up(household, config, progress=False) for _ in range(2))
+    assert rate_a == rate_b == measure_success(a, household, config)
+    for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
+        assert torch.equal(x, y)
+    unreachable = small_config(*WARM, "warmup.band=[0.9, 0.95]", "warmup.max_updates=5")
+    with pytest.raises(ConfigError, match=r"raise warmup\.max_updates"):
+        warm_up(household, unreachable, progress=False)
+    with pytest.raises(ConfigError, match=r"set policy\.path"):
+        warm_up(ParityEnv(), config, progress=False)
+
+
+def test_labels_must_match_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="labels must be as many"):
+        plot_runs([tmp_path], tmp_path / "x.png", labels=["a", "b"])
