@@ -5,14 +5,19 @@ The numbers are the rows of the list in docs/kernels.md.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from numerics import assert_close, assert_rows_close
 
 from rspo_kernels import (
     PolicyLossConfig,
+    Segments,
     gae,
     group_advantages,
+    linear_policy_loss,
+    linear_token_logprobs,
     masked_whiten,
     policy_loss,
     reference,
@@ -259,6 +264,28 @@ def test_15_numerator_and_denominator_use_one_mask(place):
     assert stats["num_tokens"] == 2
 
 
+def test_16_four_ragged_micro_batches_are_one_batch(place):
+    """From hidden states, with the global normalizer: the gradient of the whole batch."""
+    device, backend = place
+    torch.manual_seed(10)
+    hidden, weight = torch.randn(20, 8, device=device), torch.randn(30, 8, device=device)
+    targets, mask = torch.randint(0, 30, (20,), device=device), torch.rand(20, device=device) < 0.6
+    advantages = torch.randn(20, device=device)
+    grads = []
+    for cuts in ((0, 20), (0, 1, 4, 13, 20)):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        for start, stop in itertools.pairwise(cuts):
+            part = slice(start, stop)
+            loss, _ = linear_policy_loss(
+                leaves[0][part], leaves[1], targets[part], advantages[part], mask=mask[part], normalizer=mask.sum(),
+                backend=backend,
+            )  # fmt: skip
+            loss.backward()
+        grads.append([x.grad for x in leaves])
+    for whole, parts in zip(*grads, strict=True):
+        assert_close("gradient", parts, whole, rtol=1e-5, atol=1e-7)
+
+
 def test_18_ratio_is_one_before_any_update(place):
     device, backend = place
     torch.manual_seed(6)
@@ -269,6 +296,43 @@ def test_18_ratio_is_one_before_any_update(place):
     _, stats = policy_loss(logp, torch.randn(20, device=device), old_logp=old, backend=backend)
     assert stats["ratio_mean"] == stats["ratio_max"] == stats["ess"] == 1
     assert stats["clip_frac_low"] == stats["clip_frac_high"] == stats["approx_kl_k3"] == 0
+
+
+def test_19_python_floats_reach_the_kernel_as_they_are(place):
+    """A third is no float32: the result is that of its float32 rounding, eager and compiled."""
+    device, backend = place
+    torch.manual_seed(11)
+    logits, targets = torch.randn(4, 50, device=device), torch.randint(0, 50, (4,), device=device)
+
+    def call(x):
+        logp = token_logprobs(x, targets, temperature=1 / 3, softcap=10 / 3, backend=backend)
+        config = PolicyLossConfig(clip_low=1 / 7, clip_high=2 / 7, log_ratio_clamp=7 / 3)
+        return policy_loss(logp, torch.ones_like(logp), old_logp=logp.detach() - 0.1, config=config, backend=backend)[0]
+
+    expected, _ = reference.token_logprobs(logits.double(), targets, temperature=1 / 3, softcap=10 / 3)
+    logp = token_logprobs(logits, targets, temperature=1 / 3, softcap=10 / 3, backend=backend)
+    assert_close("logp", logp, expected, rtol=1e-5, atol=1e-5)
+    eager = call(logits)
+    assert_close("loss", eager, torch.tensor(-0.1).exp().reciprocal().neg(), rtol=1e-5)
+    torch._dynamo.reset()
+    assert_close("compiled", torch.compile(call, fullgraph=True)(logits), eager, rtol=1e-6)
+
+
+def test_20_autocast(place):
+    """float32 parameters and bfloat16 activations meet in the fused head."""
+    device, backend = place
+    torch.manual_seed(12)
+    hidden = torch.randn(6, 8, device=device, requires_grad=True)
+    weight = torch.randn(20, 8, device=device, requires_grad=True)
+    targets, advantages = torch.randint(0, 20, (6,), device=device), torch.randn(6, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        activations = hidden * 1.0
+        loss, _ = linear_policy_loss(activations.bfloat16(), weight, targets, advantages, backend=backend)
+        logp = linear_token_logprobs(activations, weight, targets, backend=backend)
+    (loss + 0 * logp.sum()).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    assert hidden.grad.isfinite().all()
+    assert (weight.grad != 0).any()
 
 
 def test_21_identical_rewards(place):
@@ -284,6 +348,42 @@ def test_22_a_group_of_one(place):
     advantages = group_advantages(rewards, groups, backend=backend)
     assert advantages[0] == 0
     assert advantages.isfinite().all()
+
+
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "set"])
+@pytest.mark.parametrize("loss", ["grpo", "ppo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"])
+def test_23_every_loss_at_every_ratio_level(place, loss, level):
+    """The gradient of each against autograd through the float64 reference, with a random upstream gradient."""
+    if (loss, level) == ("gspo", "token"):
+        return  # refused by the config; see test_policy_loss
+    device, backend = place
+    torch.manual_seed(13)
+    lengths, owners, sets = torch.tensor([3, 2, 4, 1, 5]), torch.tensor([0, 1, 0, 2, 3]), torch.tensor([1, 0, 1, 0])
+    segments = Segments.from_lengths(lengths, owners, sets)
+    old, behavior = (-torch.rand(2, 15) * 2).unbind()
+    logp, advantages, mask = old + 0.4 * torch.randn(15), torch.randn(15), torch.rand(15) < 0.8
+    for reduction in ("mean", "sum"):
+        config = PolicyLossConfig(
+            loss=loss, ratio_level=level, ratio_reduction=reduction, clip_low=0.3, clip_high=0.3, horizon=6
+        )
+        leaf = logp.clone().to(device).requires_grad_()
+        on_device = Segments.from_lengths(*(x.to(device) for x in (lengths, owners, sets)))
+        ours, _ = policy_loss(
+            leaf, advantages.to(device), mask=mask.to(device), old_logp=old.to(device),
+            behavior_logp=behavior.to(device), segments=on_device, config=config, backend=backend,
+        )  # fmt: skip
+        (ours * -1.7).backward()
+        double = logp.double().requires_grad_()
+        expected, _ = reference.policy_loss(
+            double, advantages.double(), config, mask=mask, old_logp=old.double(), behavior_logp=behavior.double(),
+            sequence_ids=segments.token_sequence,
+            member_ids=segments.token_turn if level == "turn" else segments.token_sequence,
+            set_ids=segments.token_set if level == "set" else None,
+        )  # fmt: skip
+        (expected * -1.7).backward()
+        assert (double.grad != 0).any()
+        assert_close("loss", ours, expected, rtol=1e-5, atol=1e-6)
+        assert_close("gradient", leaf.grad, double.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_24_softcap_then_temperature(place):
