@@ -19,7 +19,7 @@ $(READY): setup.py requirements/dev.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/rspo demo --out runs/demo --seed $(SEED)
+	$(BIN)/python -m rspo.demo --out runs/demo --seed $(SEED)
 
 # One thread a worker: the tests' tensors are small, and idle threads that spin slow the other workers down.
 test: $(READY)
