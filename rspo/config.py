@@ -55,6 +55,8 @@ class PolicyConfig:
     dtype: str = "float32"
     attention: str = "sdpa"
     device: str = "cpu"
+    allow_download: bool = False
+    """Let transformers fetch a model that `path` names on a hub; otherwise nothing is read but local files."""
 
     def __post_init__(self) -> None:
         _one_of("policy.dtype", self.dtype, DTYPES)

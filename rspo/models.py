@@ -45,10 +45,10 @@ class Policy:
         self._head_is_plain = _head_is_plain(model)
 
     @classmethod
-    def load(cls, path: str | Path, config: PolicyConfig, allow_download: bool = False) -> Policy:
-        """A model folder written by `save` or by transformers. Its code is never run, and nothing is downloaded
-        unless asked for. Raises ConfigError where there is no model."""
-        options: dict[str, Any] = {"local_files_only": not allow_download, "trust_remote_code": False}
+    def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
+        """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
+        is no model."""
+        options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
             model = AutoModelForCausalLM.from_pretrained(
@@ -89,14 +89,17 @@ class Policy:
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, int64 [P] each."""
-        if self.tokenizer.chat_template is not None:
+        has_template = self.tokenizer.chat_template is not None  # which then writes the special tokens
+        if has_template:
             prompts = [
                 self.tokenizer.apply_chat_template(
                     [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
                 )
                 for prompt in prompts
             ]
-        ids = self.tokenizer(list(prompts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        ids = self.tokenizer(list(prompts), add_special_tokens=not has_template, return_attention_mask=False)[
+            "input_ids"
+        ]
         return [np.array(row, dtype=np.int64) for row in ids]
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:

@@ -38,7 +38,10 @@ class Tracker:
         """Append a record: kind is "start", "update", "dense", "collect" or "evaluation"; step counts A-updates."""
         plain: dict[str, Any] = {"kind": kind, "step": step}
         for name, value in values.items():
-            plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
+            if isinstance(value, int):
+                plain[name] = value
+            else:
+                plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
         self.file.write(json.dumps(plain) + "\n")
         self.file.flush()
 

@@ -77,7 +77,7 @@ class Trainer:
     def _loop(self) -> None:
         """One loop of Algorithm 1; under GRPO, one update."""
         swap = self.config.swap
-        if self.swaps and swap.source != "history":
+        if self.config.replay_size(self.alpha) > 0 and swap.source != "history":
             self._train_b_and_collect()
 
         history: list[Trajectory] = []

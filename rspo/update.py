@@ -57,6 +57,7 @@ class Mixture:
     ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """-J of a micro-batch (0-d, with a graph) and the loss's statistics of either part."""
         total = logp.sum() * 0.0
+        segments = batch.segments()
         stats: dict[str, dict[str, Tensor]] = {}
         if config.entropy_coef == 0:
             entropy = entropy.detach()  # a statistic only
@@ -74,7 +75,7 @@ class Mixture:
                     behavior_logp=batch.behavior_logp,
                     ref_logp=batch.ref_logp,
                     entropy=entropy,
-                    segments=batch.segments(),
+                    segments=segments,
                     config=config,
                 )
                 total = total + loss

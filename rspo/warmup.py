@@ -61,9 +61,7 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
     )
 
 
-def _clone(
-    policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, size: int, rng: np.random.Generator
-) -> None:
+def _clone(policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, size: int, rng: np.random.Generator) -> None:
     """One step towards the demonstrator on `size` random rows."""
     rows = torch.from_numpy(rng.choice(batch.num_rows, size=min(size, batch.num_rows), replace=False))
     logp, _ = policy.logprobs(batch.select(rows.to(policy.device)), temperature=1.0)
