@@ -64,7 +64,7 @@ by 1 + 1e-6; the file has six decimals."""
 
 
 def verl_agent_cases():
-    directory = Path(os.environ.get("RSPO_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    directory = Path(os.environ.get("RSPO_TEST_DATA") or Path(__file__).parents[2] / "shared" / "data")
     path = directory / "gigpo" / "cases.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is absent; RSPO_TEST_DATA names the directory with gigpo/cases.jsonl")
