@@ -364,19 +364,62 @@ def test_padded_inputs_and_advantages_by_row(place):
         assert_close(aggregation, by_row, packed, rtol=1e-6)
 
 
-def test_advantages_by_turn_and_by_sequence(place):
+def test_advantages_by_turn_sequence_and_set(place):
     device, backend = place
     torch.manual_seed(6)
     lengths = torch.tensor([2, 3, 1, 4], device=device)
-    turn_sequence = torch.tensor([1, 0, 1, 0], device=device)
-    segments = Segments.from_lengths(lengths, turn_sequence)
+    turn_sequence, sequence_set = torch.tensor([1, 0, 1, 2], device=device), torch.tensor([1, 0, 1], device=device)
+    segments = Segments.from_lengths(lengths, turn_sequence, sequence_set)
     logp, old = (-torch.rand(2, 10, device=device)).unbind()
-    by_turn, by_sequence = torch.randn(4, device=device), torch.randn(2, device=device)
     turn = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3, 3, 3], device=device)
-    for advantages, index in ((by_turn, turn), (by_sequence, turn_sequence[turn])):
-        ragged, _ = policy_loss(logp, advantages, old_logp=old, segments=segments, backend=backend)
+    sequence = turn_sequence[turn]
+    for level, index in (("turn", turn), ("sequence", sequence), ("set", sequence_set[sequence])):
+        advantages = torch.randn(int(index.max()) + 1, device=device)
+        for named in (None, level):
+            ragged, _ = policy_loss(
+                logp, advantages, old_logp=old, segments=segments, advantage_level=named, backend=backend
+            )
         plain, _ = policy_loss(logp, advantages[index], old_logp=old, backend=backend)
         assert torch.equal(ragged, plain)
+
+
+def test_gspo_by_hand_and_srpo_of_single_members(place):
+    """One ratio exp(mean log-ratio) for a sequence; a set of one member is a sequence."""
+    device, backend = place
+    torch.manual_seed(7)
+    logp, old = (-torch.rand(2, 9, device=device)).unbind()
+    advantages = torch.tensor([1.0, -2.0], device=device)
+    means = [(logp - old)[:4].mean(), (logp - old)[4:].mean()]
+    ratios = torch.stack(means).exp()
+    by_hand = -torch.minimum(ratios * advantages, ratios.clamp(0.9, 1.1) * advantages).mean()
+    alone = Segments.from_lengths(torch.tensor([4, 5], device=device))
+    both = Segments.from_lengths(torch.tensor([4, 5], device=device), None, torch.tensor([1, 0], device=device))
+    for level, segments in (("sequence", alone), ("set", alone), ("set", both)):
+        config = PolicyLossConfig(loss="gspo", clip_low=0.1, clip_high=0.1, ratio_level=level)
+        loss, _ = policy_loss(
+            logp, advantages, old_logp=old, segments=segments, advantage_level="sequence", config=config,
+            backend=backend,
+        )  # fmt: skip
+        assert_close(level, loss, by_hand, rtol=1e-5)
+
+
+def test_srpo_gradient_of_a_set(place):
+    """s_U = exp(mean over members of ℓ_m), ℓ_m a sum of tokens: each active token gets s_U·A_U/|U|."""
+    device, backend = place
+    lengths, owners = torch.tensor([2, 3, 1], device=device), torch.tensor([0, 0, 1], device=device)
+    segments = Segments.from_lengths(lengths, None, owners)
+    old = torch.full((6,), -1.0, device=device)
+    logp = (old + torch.tensor([0.02, 0.04, -0.01, 0.03, 0.01, 0.05], device=device)).requires_grad_()
+    advantages = torch.tensor([0.5, -1.0], device=device)
+    config = PolicyLossConfig(ratio_level="set", ratio_reduction="sum")
+    loss, _ = policy_loss(
+        logp, advantages, old_logp=old, segments=segments, advantage_level="set", config=config, normalizer=1.0,
+        weights=torch.tensor([1 / 5] * 5 + [1.0], device=device), backend=backend,
+    )  # fmt: skip
+    loss.backward()
+    s = torch.tensor([(0.06 + 0.03) / 2, 0.05]).exp()
+    expected = torch.tensor([-0.5 * float(s[0]) / 2] * 5 + [1.0 * float(s[1])])
+    assert_close("gradient", logp.grad, expected, rtol=1e-5)
 
 
 def test_a_fully_masked_batch_keeps_its_graph(place):
