@@ -35,7 +35,7 @@ from torch import Tensor
 from ...config import CLIPPED_LOSSES, KL_CLAMP, STATS, PolicyLossConfig
 from ..common import RatioSegments
 from .common import Variant, exp, expm1, launch_options, on_device
-from .segment_ratios import LOWEST_LOGP, Members, load_logp
+from .segment_ratios import LOWEST_LOGP, Members, at_least_lowest, load_logp
 
 BLOCK = 512
 THREADS = 128
@@ -164,26 +164,21 @@ def surrogate(
     return b_objective, b_slope, b_low, b_high, b_dual
 
 
-@triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=INPUTS)
-def policy_loss_kernel(
-    p_logp, p_advantages, p_index, p_mask, p_weights, p_old, p_behavior, p_ref, p_entropy,
-    p_segment, p_log_r, p_log_c,
-    p_grad_logp, p_shared, p_grad_entropy, p_partials, p_ticket, p_loss, p_stats,
-    n_tokens,
-    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative,
-    kl_coef, entropy_coef, clamp,
+@triton.jit
+def token_loss(
+    b_logp, o_t, b_keep,
+    p_advantages, p_index, p_weights, p_old, p_behavior, p_ref, p_segment, p_log_r, p_log_c,
+    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative, kl_coef, clamp,
     LOSS_FORM: tl.constexpr, CLIP_CENTER: tl.constexpr, CENTER_CAP: tl.constexpr, WEIGHT_CAP: tl.constexpr,
     DUAL_CLIP: tl.constexpr, DUAL_CLIP_REPLAY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    i_block = tl.program_id(0)
-    o_t = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_inside = o_t < n_tokens
-    b_keep = b_inside
-    if p_mask is not None:
-        b_keep = b_keep & (tl.load(p_mask + o_t, mask=b_inside, other=0) != 0)
-    b_possible = tl.load(p_logp + o_t, mask=b_keep, other=0.0).to(tl.float32) >= LOWEST_LOGP
-    b_new = load_logp(p_logp, o_t, b_keep)
+    """The loss of tokens o_t, a block or a single one, from their log-probs (0 where not kept), without entropy.
+
+    Returns weight and loss; the weighted derivatives by the log-ratio that a segment shares (0 without segments) and
+    by logp; then what the statistics need: KL, logp - old, ratio, centre, and which bound acted.
+    """
+    b_possible = b_logp >= LOWEST_LOGP
+    b_new = at_least_lowest(b_logp)
     b_old = b_new
     if p_old is not None:
         b_old = load_logp(p_old, o_t, b_keep)
@@ -213,12 +208,13 @@ def policy_loss_kernel(
     )  # fmt: skip
     b_loss = -b_objective
     # What reaches logp through the ratio, perhaps a segment's, and what reaches it directly.
+    b_zero = tl.zeros(b_ratio.shape, tl.float32)
     b_by_ratio = tl.where(b_movable, -b_slope, 0.0)
-    b_direct = tl.zeros([BLOCK], tl.float32)
+    b_direct = b_zero
     if LOSS_FORM == "cispo":
-        b_by_ratio, b_direct = b_direct, tl.where(b_possible, -b_slope, 0.0)
+        b_by_ratio, b_direct = b_zero, tl.where(b_possible, -b_slope, 0.0)
 
-    b_kl = tl.zeros([BLOCK], tl.float32)
+    b_kl = b_zero
     if p_ref is not None:
         b_kl, b_kl_slope = kl_estimate(load_logp(p_ref, o_t, b_keep) - b_new, KL_ESTIMATOR)
         if KL_WEIGHTED:
@@ -226,19 +222,49 @@ def policy_loss_kernel(
             b_by_ratio += kl_coef * tl.where(b_movable, b_kl, 0.0)
         b_loss += kl_coef * b_kl
         b_direct += kl_coef * tl.where(b_possible, b_kl_slope, 0.0)
+    if p_segment is None:
+        b_direct += tl.where(b_possible, b_by_ratio, 0.0)
+    b_silent = b_w == 0.0
+    b_shared = tl.where(b_silent, 0.0, b_w * b_by_ratio)
+    b_direct = tl.where(b_silent, 0.0, b_w * b_direct)
+    return b_w, b_loss, b_shared, b_direct, b_kl, b_new - b_old, b_ratio, b_center, b_low, b_high, b_dual
+
+
+@triton.jit(do_not_specialize=["n_tokens"], do_not_specialize_on_alignment=INPUTS)
+def policy_loss_kernel(
+    p_logp, p_advantages, p_index, p_mask, p_weights, p_old, p_behavior, p_ref, p_entropy,
+    p_segment, p_log_r, p_log_c,
+    p_grad_logp, p_shared, p_grad_entropy, p_partials, p_ticket, p_loss, p_stats,
+    n_tokens,
+    clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative,
+    kl_coef, entropy_coef, clamp,
+    LOSS_FORM: tl.constexpr, CLIP_CENTER: tl.constexpr, CENTER_CAP: tl.constexpr, WEIGHT_CAP: tl.constexpr,
+    DUAL_CLIP: tl.constexpr, DUAL_CLIP_REPLAY: tl.constexpr, KL_ESTIMATOR: tl.constexpr, KL_WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    i_block = tl.program_id(0)
+    o_t = i_block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_inside = o_t < n_tokens
+    b_keep = b_inside
+    if p_mask is not None:
+        b_keep = b_keep & (tl.load(p_mask + o_t, mask=b_inside, other=0) != 0)
+    b_logp = tl.load(p_logp + o_t, mask=b_keep, other=0.0).to(tl.float32)
+    b_w, b_loss, b_shared, b_slope, b_kl, b_change, b_ratio, b_center, b_low, b_high, b_dual = token_loss(
+        b_logp, o_t, b_keep,
+        p_advantages, p_index, p_weights, p_old, p_behavior, p_ref, p_segment, p_log_r, p_log_c,
+        clip_low, clip_high, center_cap, log_weight_cap, dual_clip, tau_positive, tau_negative, kl_coef, clamp,
+        LOSS_FORM, CLIP_CENTER, CENTER_CAP, WEIGHT_CAP, DUAL_CLIP, DUAL_CLIP_REPLAY, KL_ESTIMATOR, KL_WEIGHTED,
+    )  # fmt: skip
     b_ent = tl.zeros([BLOCK], tl.float32)
     if p_entropy is not None:
         b_ent = tl.load(p_entropy + o_t, mask=b_keep, other=0.0).to(tl.float32)
         b_loss -= entropy_coef * b_ent
         tl.store(p_grad_entropy + o_t, -entropy_coef * b_w, mask=b_inside)
-    b_silent = b_w == 0.0
     if p_segment is not None:
-        tl.store(p_shared + o_t, tl.where(b_silent, 0.0, b_w * b_by_ratio), mask=b_inside)
-    else:
-        b_direct += tl.where(b_possible, b_by_ratio, 0.0)
-    tl.store(p_grad_logp + o_t, tl.where(b_silent, 0.0, b_w * b_direct), mask=b_inside)
+        tl.store(p_shared + o_t, b_shared, mask=b_inside)
+    tl.store(p_grad_logp + o_t, b_slope, mask=b_inside)
 
-    b_change = bounded(b_new - b_old, clamp)
+    b_change = bounded(b_change, clamp)
     b_ratio = tl.where(b_keep, b_ratio, 0.0)
     b_center = tl.where(b_keep, b_center, 0.0)
     p_row = p_partials + i_block * SLOTS
@@ -255,7 +281,7 @@ def policy_loss_kernel(
     tl.store(p_row + CENTER_MEAN, tl.sum(b_center, 0))
     tl.store(p_row + CENTER_MAX, tl.max(b_center, 0))
     tl.store(p_row + ESS, tl.sum(b_ratio * b_ratio, 0))
-    tl.store(p_row + LOSS, tl.sum(tl.where(b_silent, 0.0, b_w * b_loss), 0))
+    tl.store(p_row + LOSS, tl.sum(tl.where(b_w == 0.0, 0.0, b_w * b_loss), 0))
 
     # Whoever draws the last ticket sees the rows of all: each released its own with its ticket.
     tl.debug_barrier()

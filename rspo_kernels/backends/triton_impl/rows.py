@@ -31,6 +31,10 @@ class RowTile(NamedTuple):
         threads = min(256, max(64, triton.next_power_of_2(n_cols) // 32))
         return cls(16 // itemsize, 2 if softcap else 4, threads)
 
+    def same_phase(self, x: Tensor, out: Tensor) -> bool:
+        """Whether the whole vectors of a row of `out` [B, L, V] are those of the row of x, for every row."""
+        return all((a - b) % self.vector == 0 for a, b in zip(x.stride()[:2], out.stride()[:2], strict=True))
+
     def constants(self) -> dict[str, int]:
         return {"VEC": self.vector, "ROWS": self.rows, "LANES": self.vector * self.threads}
 

@@ -32,10 +32,15 @@ UNALIGNED = ("p_logp", "p_old", "p_behavior", "p_share")
 
 
 @triton.jit
+def at_least_lowest(b_logp):
+    """Log-probs bounded by LOWEST_LOGP; NaN stays NaN, which the hardware's max would drop."""
+    return tl.maximum(b_logp, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def load_logp(p_x, o_x, b_keep):
-    """Log-probs of kept tokens, at least LOWEST_LOGP; NaN stays NaN, which the hardware's max would drop."""
-    b_x = tl.load(p_x + o_x, mask=b_keep, other=0.0).to(tl.float32)
-    return tl.maximum(b_x, LOWEST_LOGP, propagate_nan=tl.PropagateNan.ALL)
+    """Log-probs of kept tokens, bounded; 0 for the others."""
+    return at_least_lowest(tl.load(p_x + o_x, mask=b_keep, other=0.0).to(tl.float32))
 
 
 @triton.jit
