@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..config import STATS, PolicyLossConfig
-from . import Implementation
+from . import Implementation, compose
 from .common import LogitsTransform, RatioSegments, compute_dtype
 
 CPU_CHUNK_ROWS = 256
@@ -182,18 +182,14 @@ def policy_loss(
         rows_needed = needed_rows(mask, adv, weights, segments)
     want_gradient = grads.want_hidden or grads.want_weight or grads.want_bias
 
-    def loss_of(rows: Tensor | slice, logp: Tensor, entropy: Tensor, parts: RatioSegments | None) -> tuple[Tensor, ...]:
-        chosen = (None if x is None else x[rows] for x in logps)
-        given = entropy if entropy.numel() == logp.numel() and with_entropy else None
-        return impl.policy_loss_forward(
-            logp, adv[rows], None, rows_needed[rows], weights[rows], *chosen, given, parts, config
-        )
+    def loss_of(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
+        given = entropy if with_entropy else None
+        return impl.policy_loss_forward(logp, adv, None, rows_needed, weights, *logps, given, segments, config)
 
-    everything = slice(0, targets.numel())
     if segments is not None or not want_gradient:
         # One ratio for many rows: all log-probs come before any gradient, and the logits of moved rows come twice.
         state = token_logprobs_forward(impl, head, targets, rows_needed, transform, with_entropy)
-        loss, slope, entropy_slope, stats = loss_of(everything, *state[:2], segments)
+        loss, slope, entropy_slope, stats = loss_of(*state[:2])
         if want_gradient:
             upstream = (slope, entropy_slope if config.entropy_coef != 0 else None)
             token_logprobs_backward(impl, head, grads, upstream, targets, rows_needed, state, transform)
@@ -206,19 +202,14 @@ def policy_loss(
     for _, rows in head.chunks(rows_needed):
         hidden = head.hidden[rows]
         logits = head.logits(hidden, buffer)
-        chunk_targets = targets[rows].unsqueeze(0)
-        state = impl.token_logprobs_forward(logits, chunk_targets, None, transform, with_entropy)
-        logp[rows] = state[0][0]
+        operands = (adv[rows], None, rows_needed[rows], weights[rows], *(None if x is None else x[rows] for x in logps))
+        logp[rows], chunk_entropy, moved = compose.loss_rows_(
+            impl, logits, targets[rows].unsqueeze(0), operands, transform, config, with_entropy
+        )
         if with_entropy:
-            entropy[rows] = state[1][0]
-        _, slope, entropy_slope, _ = loss_of(rows, state[0][0], state[1].flatten(), None)
-        moved = slope != 0
-        h = None
-        if config.entropy_coef != 0:
-            moved, h = moved | (entropy_slope != 0), entropy_slope.unsqueeze(0)
-        impl.token_logprobs_backward(slope.unsqueeze(0), h, logits, chunk_targets, None, *state, transform, logits)
+            entropy[rows] = chunk_entropy
         grads.add(rows, logits[0], hidden, moved)
-    loss, _, _, stats = loss_of(everything, logp, entropy, None)
+    loss, _, _, stats = loss_of(logp, entropy)
     return loss, with_token_count(stats, mask)
 
 

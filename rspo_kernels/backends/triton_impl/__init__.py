@@ -1,6 +1,7 @@
 """The Triton path: each op as one launch, with the functions of torch_impl under the same names."""
 
 from .advantages import group_advantages
+from .fused import logits_policy_loss, loss_rows_
 from .logprobs import token_logprobs_backward, token_logprobs_forward
 from .policy_loss import policy_loss_forward
 from .scans import discounted_returns, gae
@@ -11,6 +12,8 @@ __all__ = [
     "discounted_returns",
     "gae",
     "group_advantages",
+    "logits_policy_loss",
+    "loss_rows_",
     "masked_whiten",
     "policy_loss_forward",
     "step_advantages",
