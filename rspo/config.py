@@ -80,10 +80,10 @@ class WarmupConfig:
     check_every: int = 20
     """Updates between two measurements of the success rate."""
     check_episodes: int = 2048
-    """Episodes of a measurement; an eighth of them first, and all only if that reaches the band."""
-    band: tuple[float, float] = (0.007, 0.015)
-    """Success rate of the start policy, sampled at the rollout temperature. A measurement has a standard error of
-    0.002, so that the low end keeps the true rate above 0.005."""
+    """Episodes of training tasks in a measurement; an eighth of them first, and all only if that reaches the band."""
+    band: tuple[float, float] = (0.006, 0.015)
+    """Success rate of the start policy at the rollout temperature, on training tasks and on the held-out episodes of
+    evaluations alike."""
 
     def __post_init__(self) -> None:
         _fraction("warmup.expert_rate", self.expert_rate)

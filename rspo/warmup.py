@@ -96,17 +96,19 @@ def _weights(policy: Policy) -> list[torch.Tensor]:
 
 
 def measure_success(policy: Policy, env: BatchedEnv, config: Config) -> float:
-    """Success on training tasks at the rollout temperature: what training will see.
+    """Success at the rollout temperature, first on training tasks, then on the held-out episodes of evaluations.
 
-    A few episodes first: early policies never succeed, and that shows soon.
+    The first measurement outside the band is returned, else the last. It begins with a few episodes: early policies
+    never succeed, and that shows soon.
     """
-    settings = config.warmup
-    for episodes in (-(-settings.check_episodes // 8), settings.check_episodes):
-        trajectories = play(
-            policy, env, config, split="train", episodes=episodes, temperature=config.rollout.temperature
-        )
-        success = float(np.mean([t.won for t in trajectories]))
-        if success < settings.band[0]:
+    low, high = config.warmup.band
+    many = config.warmup.check_episodes
+    few = -(-many // 8)
+    success = 0.0
+    for split, episodes in (("train", few), ("train", many), ("eval", config.evaluation.episodes)):
+        trajectories = play(policy, env, config, split=split, episodes=episodes, temperature=config.rollout.temperature)
+        success = float(np.mean([trajectory.won for trajectory in trajectories]))
+        if success < low or (success > high and episodes != few):
             break
     return success
 
