@@ -56,8 +56,8 @@ class Mixture:
         self, batch: Batch, logp: Tensor, entropy: Tensor, config: PolicyLossConfig
     ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """-J of a micro-batch (0-d, with a graph) and the loss's statistics of either part."""
-        total = logp.sum() * 0.0
         segments = batch.segments()
+        losses: list[Tensor] = []
         stats: dict[str, dict[str, Tensor]] = {}
         if config.entropy_coef == 0:
             entropy = entropy.detach()  # a statistic only
@@ -78,8 +78,8 @@ class Mixture:
                     segments=segments,
                     config=config,
                 )
-                total = total + loss
-        return total, stats
+                losses.append(loss)
+        return torch.stack(losses).sum(), stats
 
 
 def prepare(policy: Policy, batch: Batch, config: Config, reference: Policy | None) -> Batch:
@@ -127,6 +127,7 @@ def update(
         minibatch = batch.select(rows)
         with timer("loss_backward"):
             agent.optimizer.zero_grad(set_to_none=True)
+            finite = torch.ones((), dtype=torch.bool, device=batch.targets.device)
             for micro_rows in minibatch.micro_batches(config.optimizer.micro_batch_tokens):
                 micro = minibatch.select(micro_rows)
                 logp, entropy = agent.policy.logprobs(micro, config.rollout.temperature)
@@ -134,9 +135,10 @@ def update(
                 # The divisors are those of the whole update, of which a mini-batch is one part.
                 (loss * len(minibatches)).backward()
                 statistics.add(stats, loss.detach())
+                finite &= torch.isfinite(loss.detach())
         with timer("optimizer"):
             norm = torch.nn.utils.clip_grad_norm_(agent.policy.model.parameters(), config.optimizer.grad_clip)
-            if not torch.isfinite(norm):
+            if not finite & torch.isfinite(norm):
                 raise NonFiniteError(_diagnosis(agent, minibatch, trajectories, config))
             agent.optimizer.step()
         statistics.gradient_norms.append(float(norm))
@@ -218,4 +220,4 @@ def _diagnosis(agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], c
     for name, parameter in agent.policy.model.named_parameters():
         if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
             return f"the gradient of parameter {name!r} is not finite"
-    return "the gradient's norm is not finite"
+    return "the loss or the gradient's norm is not finite"
