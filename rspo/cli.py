@@ -15,7 +15,7 @@ from .config_io import apply_flags, load_config, preset
 from .evaluate import evaluate
 from .models import Policy
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, open_run, trained_policy
+from .runs import CONFIG_FILE, build_env, open_run, set_threads, trained_policy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,6 +138,7 @@ def _eval(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
     config = _settings(parsed, load_config(parsed.path / CONFIG_FILE) if is_run else None)
+    set_threads(config)
     policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
     values = evaluate(policy, build_env(config), config)
     if parsed.json:

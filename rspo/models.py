@@ -27,7 +27,6 @@ from .config import ConfigError, PolicyConfig
 from .trajectory import Batch
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-HEAD_TOLERANCE = 1e-3
 
 
 class Policy:
@@ -97,10 +96,8 @@ class Policy:
                 )
                 for prompt in prompts
             ]
-        ids = self.tokenizer(list(prompts), add_special_tokens=not has_template, return_attention_mask=False)[
-            "input_ids"
-        ]
-        return [np.array(row, dtype=np.int64) for row in ids]
+        encoded = self.tokenizer(list(prompts), add_special_tokens=not has_template, return_attention_mask=False)
+        return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens."""
@@ -124,14 +121,14 @@ class Policy:
         return cast(tuple[Tensor, Tensor], both)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int) -> Tensor:
     """Log-probs of the response tokens without a graph, float32 [N], in micro-batches of `max_tokens`."""
     result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
     for rows in batch.micro_batches(max_tokens):
         chosen = torch.isin(batch.token_row, rows)
         result[chosen] = policy.logprobs(batch.select(rows), temperature)[0]
-    return result.clone()
+    return result
 
 
 def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:
@@ -179,11 +176,14 @@ def _cache_argument(model: nn.Module) -> str:
 
 @torch.inference_mode()
 def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just the output embeddings of the last hidden state: some models scale or cap them."""
+    """Whether logits are just the output embeddings of the last hidden state: some models scale or cap them.
+
+    Bit for bit, because a cap changes small logits by little; a wrong "no" only costs time.
+    """
     head = model.get_output_embeddings()
     if head is None or model.base_model is model:
         return False
-    probe = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
+    probe = torch.arange(8, device=model.device).unsqueeze(0)
     hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
     expected = model(input_ids=probe, use_cache=False).logits
-    return torch.allclose(head(hidden).float(), expected.float(), atol=HEAD_TOLERANCE, rtol=HEAD_TOLERANCE)
+    return torch.equal(head(hidden).float(), expected.float())

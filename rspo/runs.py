@@ -31,11 +31,15 @@ def build_env(config: Config) -> BatchedEnv:
         raise ConfigError(f"env.name={config.env.name!r} with env.options={config.env.options}: {error}") from error
 
 
-def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool) -> Policy:
-    """The policy that training starts from, kept in `folder/start`.
+def set_threads(config: Config) -> None:
+    """Give PyTorch the configured number of CPU threads, for the whole process."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
 
-    A model of one's own is copied there by reference only: the folder holds the tiny warmed-up model, if that is used.
-    """
+
+def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool) -> Policy:
+    """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
+    `folder/start`."""
     if config.policy.path is not None:
         return Policy.load(config.policy.path, config.policy)
     cached = folder / "start"
@@ -56,8 +60,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     """
     if (folder / CONFIG_FILE).exists() and not resume:
         raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
+    set_threads(config)
     env = build_env(config)
     folder.mkdir(parents=True, exist_ok=True)
     policy = start_policy(config, env, folder, progress=progress)

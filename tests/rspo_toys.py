@@ -78,7 +78,6 @@ def small_config(*flags: str, method: str = "rspo") -> Config:
         "optimizer.minibatches=2",
         "evaluation.every=0",
         "evaluation.episodes=8",
-        "run.threads=1",
         "run.steps=2",
     ]
     return apply_flags(default_config(method), [*small, *flags])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rspo_toys import ParityEnv, small_policy
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rspo.config import RolloutConfig
 from rspo.engines import Generation, TransformersEngine
@@ -66,6 +67,28 @@ def test_left_padding_does_not_change_logprobs(policy: Policy) -> None:
 
     together, alone = next_logits([long, short]), next_logits([short])
     torch.testing.assert_close(together[1], alone[0], atol=1e-5, rtol=1e-5)
+
+
+def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
+    """A cap on logits near 0 changes them by little, and must be noticed all the same."""
+    config = Gemma2Config(
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+    )
+    capped = Policy(Gemma2ForCausalLM(config), small_policy().tokenizer)
+    ids = torch.randint(3, 53, (2, 5))
+    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 2])
+    with torch.no_grad():
+        torch.testing.assert_close(capped.logits(ids, rows, columns), capped.model(ids).logits[rows, columns])
+        plain = small_policy()
+        torch.testing.assert_close(plain.logits(ids, rows, columns), plain.model(ids).logits[rows, columns])
+    assert (capped._head_is_plain, plain._head_is_plain) == (False, True)
 
 
 def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:
