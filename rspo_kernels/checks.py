@@ -110,6 +110,10 @@ def lm_head(
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias, tuple(hidden.shape[:-1])
 
 
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def transform(
     vocab: int,
     logit_scale: float,
@@ -121,8 +125,10 @@ def transform(
     vocab_start: int | None,
 ) -> tuple[float, float | None, float, int, int, str, int]:
     """The fields of LogitsTransform, checked, as the operators take them."""
-    if valid_vocab is not None and not 1 <= valid_vocab <= vocab:
-        raise ValueError(f"valid_vocab must lie in 1 .. V = {vocab}, got {valid_vocab}")
+    if valid_vocab is not None and (not _whole(valid_vocab) or not 1 <= valid_vocab <= vocab):
+        raise ValueError(f"valid_vocab must be an int in 1 .. V = {vocab}, got {valid_vocab!r}")
+    if not _whole(ignore_index):
+        raise ValueError(f"ignore_index must be an int, got {ignore_index!r}")
     if vocab_group is None and vocab_start is not None:
         raise ValueError(f"vocab_start must be None without vocab_group, got {vocab_start}")
     group = ""
@@ -144,5 +150,5 @@ def transform(
 
 def chunk_rows(value: int | None) -> None:
     """None or a positive int."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+    if value is not None and (not _whole(value) or value < 1):
         raise ValueError(f"chunk_rows must be a positive int or None, got {value!r}")

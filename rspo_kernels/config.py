@@ -121,14 +121,14 @@ class PolicyLossConfig:
         if self.loss == "gspo" and self.ratio_level == "token":
             raise ValueError("ratio_level must be 'turn', 'sequence' or 'set' with loss 'gspo', got 'token'")
         one_of("aggregation", self.aggregation, AGGREGATIONS)
-        _number("clip_low", self.clip_low, lambda x: x >= 0, ">= 0")
-        _number("clip_high", self.clip_high, lambda x: x >= 0, ">= 0")
-        _number("kl_coef", self.kl_coef, lambda x: x >= 0, ">= 0")
+        _number("clip_low", self.clip_low, lambda x: x >= 0, "a finite number >= 0")
+        _number("clip_high", self.clip_high, lambda x: x >= 0, "a finite number >= 0")
+        _number("kl_coef", self.kl_coef, lambda x: x >= 0, "a finite number >= 0")
         _number("entropy_coef", self.entropy_coef, lambda x: True, "a finite number")
         top = MAX_LOG_RATIO_CLAMP
         _number("log_ratio_clamp", self.log_ratio_clamp, lambda x: 0 < x <= top, f"in (0, {top:g}]")
-        _number("sapo_tau_positive", self.sapo_tau_positive, lambda x: x > 0, "> 0")
-        _number("sapo_tau_negative", self.sapo_tau_negative, lambda x: x > 0, "> 0")
+        _number("sapo_tau_positive", self.sapo_tau_positive, lambda x: x > 0, "a finite number > 0")
+        _number("sapo_tau_negative", self.sapo_tau_negative, lambda x: x > 0, "a finite number > 0")
         if self.dual_clip is not None and self.loss not in CLIPPED_LOSSES:
             raise ValueError(
                 f"dual_clip must be None with loss {self.loss!r}, which clips nothing, got {self.dual_clip}"
@@ -139,7 +139,11 @@ class PolicyLossConfig:
             _number("weight_cap", self.weight_cap, lambda x: x > 0, "> 0 or None")
         if self.dual_clip is not None:
             _number("dual_clip", self.dual_clip, lambda x: x > 1, "> 1 or None")
-        if self.horizon is not None and (not isinstance(self.horizon, int) or self.horizon < 1):
+        for name in ("dual_clip_replay", "kl_weighted"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        whole = isinstance(self.horizon, int) and not isinstance(self.horizon, bool)
+        if self.horizon is not None and (not whole or self.horizon < 1):
             raise ValueError(f"horizon must be a positive int or None, got {self.horizon!r}")
 
 

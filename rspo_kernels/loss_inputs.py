@@ -93,8 +93,9 @@ class LossInputs:
         Raises TypeError or ValueError that names the argument.
         """
         checks.one_of("backend", backend, BACKENDS)
-        if not isinstance(config, PolicyLossConfig):
-            raise TypeError(f"config must be a PolicyLossConfig, got {type(config).__name__}")
+        check_config(config)
+        if segments is not None and not isinstance(segments, Segments):
+            raise TypeError(f"segments must be Segments, got {type(segments).__name__}")
         if segments is not None and tokens.is_padded:
             raise ValueError(f"segments describe packed tokens: {tokens.name} must be [N], got [B, L]")
         if segments is not None:
@@ -140,13 +141,19 @@ class LossInputs:
         return config_arguments(self.config)
 
 
+def check_config(config: Any) -> None:
+    """A PolicyLossConfig."""
+    if not isinstance(config, PolicyLossConfig):
+        raise TypeError(f"config must be a PolicyLossConfig, got {type(config).__name__}")
+
+
 def check_normalizer(normalizer: Tensor | float) -> Tensor | float:
-    """A number > 0 or a 0-d tensor."""
+    """A number > 0 or a 0-d tensor, which gets no gradient."""
     if not isinstance(normalizer, Tensor):
         return checks.positive("normalizer", normalizer)
     if normalizer.dim() != 0:
         raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
-    return normalizer
+    return normalizer.detach()
 
 
 def per_token(name: str, x: Tensor | None, tokens: TokenGrid) -> Tensor | None:

@@ -13,7 +13,7 @@ from .backends.common import compute_dtype
 from .backends.operators import ops
 from .config import STATS, PolicyLossConfig
 from .logprobs import as_batch, batch_shape
-from .loss_inputs import LossInputs, TokenGrid, check_normalizer, per_token
+from .loss_inputs import LossInputs, TokenGrid, check_config, check_normalizer, per_token
 from .segments import Segments
 
 DEFAULT_CONFIG = PolicyLossConfig()
@@ -58,7 +58,7 @@ def policy_loss(
         entropy: of the shape of logp, differentiable; required when config.entropy_coef is not 0.
         segments: turns, sequences and sets of packed tokens; [B, L] inputs have one sequence for each row.
         advantage_level: "token", "turn", "sequence" or "set", what there is one advantage for. None: read off the
-            number of advantages, where several levels have it the coarsest.
+            number of advantages; where it fits several levels tokens come first, then the coarsest.
         config: what loss.
         backend: "auto", "torch" or "triton".
 
@@ -71,6 +71,7 @@ def policy_loss(
         RuntimeError: a backend that was asked for and cannot run here.
     """
     checks.floating("logp", logp)
+    check_config(config)
     tokens = TokenGrid(tuple(logp.shape), logp.device, compute_dtype(logp.dtype), "logp")
     if config.entropy_coef != 0 and entropy is None:
         raise ValueError(f"entropy must be given with config.entropy_coef = {config.entropy_coef}, got None")
@@ -225,7 +226,8 @@ def linear_policy_loss(
         with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
         exact_stats: compute statistics over all unmasked rows. False: rows that need no matmul are left out of them
             (num_tokens counts them all the same).
-        full_precision_weight_grad: sum the weight's gradient over chunks in float32 rather than in the weight's dtype.
+        full_precision_weight_grad: sum the weight's gradient over chunks in float32 rather than in the weight's dtype
+            (on the CPU, where everything is computed in float32, it always is).
         chunk_rows: rows whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
 
     Returns, raises: as policy_loss.

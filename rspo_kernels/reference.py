@@ -99,7 +99,8 @@ def policy_loss_terms(
 
     dual = torch.zeros_like(keep)
     if config.loss == "sapo":
-        tau = torch.where(adv > 0, config.sapo_tau_positive, config.sapo_tau_negative)
+        taus = adv.new_tensor([config.sapo_tau_negative, config.sapo_tau_positive])
+        tau = taus[(adv > 0).long()]
         clip_low = clip_high = dual
         objective = 4 / tau * torch.sigmoid(tau * (ratio - pivot)) * adv
     elif config.loss == "cispo":

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .checks import integer
+
 
 @dataclass(frozen=True)
 class Segments:
@@ -23,7 +25,8 @@ class Segments:
         sequence_set: int [num_sequences], the set of each sequence in 0 .. num_sets - 1; None: each is a set.
         num_sets: number of sets; needed with sequence_set.
 
-    Make one with `Segments.from_lengths`, which checks its input.
+    Make one with `Segments.from_lengths`, which checks its input. The constructor reads CPU tensors to check them too,
+    and takes those of accelerators as they are.
     """
 
     cu_turns: Tensor
@@ -33,24 +36,19 @@ class Segments:
     num_sets: int = 0
 
     def __post_init__(self) -> None:
-        if self.cu_turns.dim() != 1 or self.cu_turns.numel() < 1 or self.cu_turns.is_floating_point():
-            raise ValueError(
-                f"cu_turns must be an integer tensor [T + 1], got {self.cu_turns.dtype} {list(self.cu_turns.shape)}"
-            )
+        _check_integers("cu_turns", self.cu_turns)
+        if self.cu_turns.numel() < 1:
+            raise ValueError("cu_turns must be [T + 1], got an empty tensor")
+        if _readable(self.cu_turns) and (int(self.cu_turns[0]) != 0 or bool((self.cu_turns.diff() < 0).any())):
+            raise ValueError(f"cu_turns must start at 0 and never decrease, got {self.cu_turns.tolist()}")
         if self.turn_sequence is None:
             object.__setattr__(self, "num_sequences", self.num_turns)
-        elif self.turn_sequence.shape != (self.num_turns,):
-            raise ValueError(f"turn_sequence must be [T] = [{self.num_turns}], got {list(self.turn_sequence.shape)}")
-        elif self.num_sequences < 1 and self.num_turns:
-            raise ValueError(f"num_sequences must be given (>= 1) with turn_sequence, got {self.num_sequences}")
+        else:
+            _check_ids("turn_sequence", self.turn_sequence, self.num_turns, "num_sequences", self.num_sequences)
         if self.sequence_set is None:
             object.__setattr__(self, "num_sets", self.num_sequences)
-        elif self.sequence_set.shape != (self.num_sequences,):
-            raise ValueError(
-                f"sequence_set must be [num_sequences] = [{self.num_sequences}], got {list(self.sequence_set.shape)}"
-            )
-        elif self.num_sets < 1 and self.num_sequences:
-            raise ValueError(f"num_sets must be given (>= 1) with sequence_set, got {self.num_sets}")
+        else:
+            _check_ids("sequence_set", self.sequence_set, self.num_sequences, "num_sets", self.num_sets)
 
     @classmethod
     def from_lengths(
@@ -60,8 +58,10 @@ class Segments:
 
         Reads them on the host to check them: raises ValueError for negative lengths or ids.
         """
-        if lengths.dim() != 1 or lengths.is_floating_point():
-            raise ValueError(f"lengths must be an integer tensor [T], got {lengths.dtype} {list(lengths.shape)}")
+        _check_integers("lengths", lengths)
+        for name, ids in (("turn_sequence", turn_sequence), ("sequence_set", sequence_set)):
+            if ids is not None:
+                _check_integers(name, ids)
         if lengths.numel() and int(lengths.min()) < 0:
             raise ValueError(f"lengths must be >= 0, got {int(lengths.min())}")
         cu_turns = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
@@ -130,6 +130,31 @@ class Segments:
             "sequence": lambda: (self.token_sequence, self.num_sequences),
             "set": lambda: (self.token_set, self.num_sets),
         }[name]()
+
+
+def _readable(x: Tensor) -> bool:
+    """Whether looking at the values costs nothing."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _check_integers(name: str, x: Tensor) -> None:
+    """A one-dimensional int32 or int64 tensor."""
+    integer(name, x)
+    if x.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got {list(x.shape)}")
+
+
+def _check_ids(name: str, ids: Tensor, length: int, count_name: str, count: int) -> None:
+    """`length` ids in 0 .. count - 1."""
+    _check_integers(name, ids)
+    if ids.shape != (length,):
+        raise ValueError(f"{name} must be [{length}], one for each of the level below, got {list(ids.shape)}")
+    if count < 1 and length:
+        raise ValueError(f"{count_name} must be given (>= 1) with {name}, got {count}")
+    if length and _readable(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ValueError(
+            f"{name} must lie in 0 .. {count_name} - 1 = {count - 1}, got {int(ids.min())} .. {int(ids.max())}"
+        )
 
 
 def _count(name: str, ids: Tensor | None) -> int:

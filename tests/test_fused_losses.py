@@ -229,6 +229,48 @@ def test_sparsity_is_exact(place):
     assert (results[0][1][needless] == 0).all()
 
 
+@pytest.mark.parametrize("level", ["turn", "sequence", "set"])
+def test_sparsity_keeps_the_rows_that_share_a_ratio(place, level):
+    """A row without an advantage still belongs to the ratio of a segment in which another row has one."""
+    device, backend = place
+    torch.manual_seed(4)
+    hidden, weight = torch.randn(24, 8), torch.randn(30, 8) / 3
+    targets, advantages = torch.randint(0, 30, (24,)), torch.randn(24)
+    advantages[1::2] = 0.0
+    advantages[12:] = 0.0  # segments without any advantage
+    ids = (torch.tensor([3, 5, 4, 6, 6]), torch.tensor([0, 1, 0, 2, 3]), torch.tensor([0, 0, 1, 1]))
+    old = token_logprobs(hidden @ weight.T, targets, backend="torch") + 0.2 * torch.randn(24)
+    config = PolicyLossConfig(ratio_level=level, clip_low=0.5, clip_high=0.5)
+    results = []
+    for exact in (False, True):
+        leaves = [x.clone().to(device).requires_grad_() for x in (hidden, weight)]
+        loss, _ = linear_policy_loss(
+            *leaves, targets.to(device), advantages.to(device), old_logp=old.to(device), config=config,
+            segments=Segments.from_lengths(*(x.to(device) for x in ids)), exact_stats=exact, chunk_rows=7,
+            backend=backend,
+        )  # fmt: skip
+        loss.backward()
+        results.append((loss, *(x.grad for x in leaves)))
+    assert (results[1][1][1:12:2] != 0).any(), "rows without an advantage do move"
+    for sparse, dense in zip(*results, strict=True):
+        assert_close(level, sparse, dense, rtol=1e-5, atol=1e-7)
+
+
+def test_the_weight_gradient_sums_in_full_precision():
+    """Many chunks of equal bfloat16 contributions: a bfloat16 sum would stop growing."""
+    from rspo_kernels.backends.linear import Gradients, Head
+
+    hidden, weight = torch.ones(1, 1, dtype=torch.bfloat16), torch.ones(1, 1, dtype=torch.bfloat16)
+    head = Head(hidden, weight, None, 1)
+    sums = []
+    for full_precision in (True, False):
+        grads = Gradients(head, 1, (False, True, False), full_precision)
+        for _ in range(1000):
+            grads.add(slice(0, 1), weight, hidden, torch.ones(1, dtype=torch.bool))
+        sums.append(float(grads.weight))
+    assert sums == [1000.0, 256.0]
+
+
 def test_rows_left_out_are_never_multiplied(place, monkeypatch):
     """Counts the rows that enter the matmuls: forward the active ones, backward those that were not clipped."""
     from rspo_kernels.backends import linear
@@ -363,7 +405,7 @@ def test_results_are_bit_identical_run_to_run(place):
         ({"targets": torch.full((4,), 5)}, ValueError, r"targets must lie in 0 .. 4 .*, got 5 at flat position 0"),
         ({"advantages": torch.zeros(3)}, ValueError, r"advantages must be \[4\] \(token\), got \[3\]"),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be a positive int or None, got 0"),
-        ({"valid_vocab": 6}, ValueError, "valid_vocab must lie in 1 .. V = 5, got 6"),
+        ({"valid_vocab": 6}, ValueError, "valid_vocab must be an int in 1 .. V = 5, got 6"),
         ({"config": "gspo"}, TypeError, "config must be a PolicyLossConfig, got str"),
         ({"backend": "cute"}, ValueError, "backend must be one of 'auto', 'torch', 'triton', got 'cute'"),
     ],

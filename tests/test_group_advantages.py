@@ -70,6 +70,8 @@ def test_identical_rewards_give_exactly_zero(place):
                 rewards, torch.zeros(129, dtype=torch.int32, device=device), baseline=baseline, backend=backend
             )
             assert (advantages == 0).all()
+    tenths = torch.full((3,), 0.1, dtype=torch.float64)
+    assert (group_advantages(tenths, torch.zeros(3, dtype=torch.int64), backend="torch") == 0).all()
 
 
 def test_a_reward_that_is_not_finite_is_named(place):

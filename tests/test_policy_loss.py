@@ -422,6 +422,38 @@ def test_srpo_gradient_of_a_set(place):
     assert_close("gradient", logp.grad, expected, rtol=1e-5)
 
 
+def test_advantages_that_fit_several_levels(place):
+    """Four turns of one token each: tokens first, and what is named where it is."""
+    device, backend = place
+    owners = torch.tensor([1, 0, 3, 2], device=device)
+    segments = Segments.from_lengths(torch.ones(4, dtype=torch.int64, device=device), owners)
+    logp, old = (-torch.rand(2, 4, device=device)).unbind()
+    advantages = torch.arange(4.0, device=device)
+    for level, by_token in ((None, advantages), ("turn", advantages), ("sequence", advantages[owners])):
+        ragged, _ = policy_loss(
+            logp, advantages, old_logp=old, segments=segments, advantage_level=level, backend=backend
+        )
+        plain, _ = policy_loss(logp, by_token, old_logp=old, backend=backend)
+        assert torch.equal(ragged, plain)
+    pairs = Segments.from_lengths(torch.tensor([2, 2], device=device), torch.tensor([1, 0], device=device))
+    coarsest, _ = policy_loss(logp, advantages[:2], old_logp=old, segments=pairs, backend=backend)
+    plain, _ = policy_loss(logp, advantages[[1, 1, 0, 0]], old_logp=old, backend=backend)
+    assert torch.equal(coarsest, plain)
+
+
+def test_small_divergences_keep_their_digits(place):
+    """exp(d) - 1 - d of d = 1e-4 is 5e-9: the difference has none of its digits in float32."""
+    device, backend = place
+    for d in (1e-4, -1e-3, 0.04, 0.06):
+        logp = torch.zeros(3, device=device)
+        config = PolicyLossConfig(kl_coef=1.0)
+        partners = {"old_logp": torch.full((3,), -d, device=device), "ref_logp": torch.full((3,), d, device=device)}
+        _, stats = policy_loss(logp, torch.zeros(3, device=device), **partners, config=config, backend=backend)
+        exact = torch.expm1(torch.tensor(d, dtype=torch.float32).double()) - float(torch.tensor(d))
+        assert_close("kl_ref", stats["kl_ref"], exact, rtol=1e-5)
+        assert_close("approx_kl_k3", stats["approx_kl_k3"], exact, rtol=1e-5)
+
+
 def test_a_fully_masked_batch_keeps_its_graph(place):
     device, backend = place
     for n in (0, 5):
@@ -502,9 +534,9 @@ def test_wrong_arguments_are_named(change, error, message):
     ("fields", "message"),
     [
         ({"loss": "reinforce"}, "loss must be one of 'grpo', 'ppo', 'dapo', 'dr_grpo', 'gspo', 'cispo', 'sapo', got"),
-        ({"clip_low": -0.1}, "clip_low must be >= 0, got -0.1"),
-        ({"clip_high": float("nan")}, "clip_high must be >= 0, got nan"),
-        ({"clip_high": "0.2"}, "clip_high must be >= 0, got '0.2'"),
+        ({"clip_low": -0.1}, "clip_low must be a finite number >= 0, got -0.1"),
+        ({"clip_high": float("nan")}, "clip_high must be a finite number >= 0, got nan"),
+        ({"clip_high": "0.2"}, "clip_high must be a finite number >= 0, got '0.2'"),
         ({"clip_center": "left"}, "clip_center must be one of 'shift', 'none', 'relative', got 'left'"),
         ({"center_cap": 0.0}, "center_cap must be > 0 or None, got 0.0"),
         ({"weight_cap": -1}, "weight_cap must be > 0 or None, got -1"),
@@ -512,6 +544,8 @@ def test_wrong_arguments_are_named(change, error, message):
         ({"kl_estimator": "k4"}, "kl_estimator must be one of 'k1', 'k2', 'k3', got 'k4'"),
         ({"log_ratio_clamp": 100.0}, r"log_ratio_clamp must be in \(0, 40\], got 100.0"),
         ({"horizon": 0}, "horizon must be a positive int or None, got 0"),
+        ({"horizon": True}, "horizon must be a positive int or None, got True"),
+        ({"kl_weighted": "no"}, "kl_weighted must be True or False, got 'no'"),
         ({"aggregation": "mean"}, "aggregation must be one of 'token-mean', .*, got 'mean'"),
     ],
 )

@@ -24,7 +24,7 @@ from rspo.rewards import NonFiniteError
 from rspo.runs import open_run
 from rspo.tracking import Tracker, read_metrics
 from rspo.trainer import Trainer
-from rspo.warmup import demonstrations, measure_success, warm_up
+from rspo.warmup import INSIDE, demonstrations, measure, warm_up
 
 SMALL = [
     "rollout.tasks=4",
@@ -238,9 +238,9 @@ def test_demonstrations_mix_expert_and_random_steps(household: HouseholdEnv) -> 
 
 
 def test_warm_up_is_deterministic_and_measures_its_band(household: HouseholdEnv) -> None:
-    config = small_config(*WARM, "warmup.band=[0.0, 1.0]")
+    config = small_config(*WARM, "warmup.band=[0.0, 1.0]", "warmup.held_out_band=[0.0, 1.0]")
     (a, rate_a), (b, rate_b) = (warm_up(household, config, progress=False) for _ in range(2))
-    assert rate_a == rate_b == measure_success(a, household, config)
+    assert (rate_a, INSIDE) == (rate_b, INSIDE) == measure(a, household, config)
     for x, y in zip(a.model.state_dict().values(), b.model.state_dict().values(), strict=True):
         assert torch.equal(x, y)
     unreachable = small_config(*WARM, "warmup.band=[0.9, 0.95]", "warmup.max_updates=5")

@@ -273,7 +273,9 @@ def test_out_of_range_targets_on_triton():
         ({"temperature": 0.0}, ValueError, "temperature must be a finite number > 0, got 0.0"),
         ({"temperature": float("nan")}, ValueError, "temperature must be a finite number > 0, got nan"),
         ({"softcap": -1.0}, ValueError, "softcap must be a finite number > 0, got -1.0"),
-        ({"valid_vocab": 4}, ValueError, "valid_vocab must lie in 1 .. V = 3, got 4"),
+        ({"valid_vocab": 4}, ValueError, "valid_vocab must be an int in 1 .. V = 3, got 4"),
+        ({"valid_vocab": 2.0}, ValueError, "valid_vocab must be an int in 1 .. V = 3, got 2.0"),
+        ({"ignore_index": None}, ValueError, "ignore_index must be an int, got None"),
         ({"backend": "cuda"}, ValueError, "backend must be one of 'auto', 'torch', 'triton', got 'cuda'"),
     ],
 )

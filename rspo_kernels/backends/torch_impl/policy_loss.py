@@ -117,7 +117,8 @@ def surrogate(
     # min(c, cap)/c, in log space.
     weight = None if config.weight_cap is None else (math.log(config.weight_cap) - log_c).clamp(max=0.0).exp()
     if config.loss == "sapo":
-        tau = torch.where(adv > 0, config.sapo_tau_positive, config.sapo_tau_negative)
+        taus = adv.new_tensor([config.sapo_tau_negative, config.sapo_tau_positive])
+        tau = taus[(adv > 0).long()]
         z = tau * (ratio - pivot)
         objective = 4.0 / tau * torch.sigmoid(z) * adv
         slope = 4.0 * torch.sigmoid(z) * torch.sigmoid(-z) * ratio * adv
