@@ -1,11 +1,16 @@
 """Compile every Triton kernel ahead of time, without a GPU, and show what the compilers made of it.
 
-    python -m rspo_kernels.compile_check [--target sm_90 ...] [--json FILE]
+    python -m rspo_kernels.compile_check [--target sm_90 ...] [--compare FILE | --write FILE]
 
 For each kernel, variant and target: registers of a thread (vector registers on AMD), spills, static shared memory in
-bytes, and the widest load and store of global memory in bits. A spill or a failed compile is named at the end and
-makes the exit status 1. On AMD, scalar registers that overflow into vector registers cost no memory traffic and are
-not counted as spills.
+bytes, the widest load and store of global memory in bits, and the matrix instruction, if any. A spill, a kernel that
+stores nothing (a compiler took its work for dead) or a failed compile is named at the end and makes the exit status 1.
+On AMD, scalar registers that overflow into vector registers cost no memory traffic and are not counted as spills.
+
+`--write` records the results, and Triton's version, as the table that later results are compared with; the one of
+this repository is tests/compile_table.json. `--compare` fails where registers grew by more than MORE_REGISTERS, where
+loads or stores became narrower or the matrix instruction another one, and where the table lacks a kernel or has one
+too many. With another version of Triton than the table's such differences are shown and do not fail.
 
 The Triton interpreter and its compiler cannot live in one process: with TRITON_INTERPRET set, the check starts itself
 again without it.
@@ -24,6 +29,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +44,11 @@ TARGETS = {
 }
 """Backend, architecture and warp size, as Triton names them."""
 
+MORE_REGISTERS = 8
+"""Registers are given to a thread by eights; one such step is a compiler's mood."""
+
+MATRIX_INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync", "v_mfma")
+
 
 @dataclass(frozen=True)
 class Result:
@@ -51,15 +62,33 @@ class Result:
     shared: int = 0
     load_bits: int = 0
     store_bits: int = 0
+    matrix: str = ""
     error: str | None = None
 
     @property
+    def name(self) -> str:
+        return f"{self.kernel} [{self.variant}] for {self.target}"
+
+    @property
     def fault(self) -> str | None:
-        """Why this result fails the check, if it does."""
-        name = f"{self.kernel} [{self.variant}] for {self.target}"
+        """Why this result fails the check by itself, if it does."""
         if self.error:
-            return f"{name}: {self.error}"
-        return f"{name}: spills {self.spills} bytes" if self.spills else None
+            return f"{self.name}: {self.error}"
+        if self.spills:
+            return f"{self.name}: spills {self.spills} bytes"
+        return None if self.store_bits else f"{self.name}: stores nothing"
+
+    def changes(self, before: Result) -> list[str]:
+        """What got worse since an earlier result."""
+        found = []
+        if self.registers > before.registers + MORE_REGISTERS:
+            found.append(f"{self.name}: {self.registers} registers, {before.registers} in the table")
+        for what in ("load_bits", "store_bits"):
+            if getattr(self, what) < getattr(before, what):
+                found.append(f"{self.name}: {what} {getattr(self, what)}, {getattr(before, what)} in the table")
+        if self.matrix != before.matrix:
+            found.append(f"{self.name}: multiplies by {self.matrix!r}, by {before.matrix!r} in the table")
+        return found
 
 
 def variants() -> list[Any]:
@@ -81,7 +110,10 @@ def compile_variant(index: int, target: str) -> Result:
     except Exception as error:  # whatever the compilers raise is this check's finding
         return Result(name, variant.name, target, error=f"{type(error).__name__}: {error}")
     registers, spills, load_bits, store_bits = usage
-    return Result(name, variant.name, target, registers, spills, compiled.metadata.shared, load_bits, store_bits)
+    assembly = "".join(text for kind, text in compiled.asm.items() if kind in ("ptx", "amdgcn"))
+    matrix = next((name for name in MATRIX_INSTRUCTIONS if name in assembly), "")
+    shared = compiled.metadata.shared
+    return Result(name, variant.name, target, registers, spills, shared, load_bits, store_bits, matrix)
 
 
 def _compile(variant: Any, target: str) -> Any:
@@ -96,10 +128,13 @@ def _compile(variant: Any, target: str) -> Any:
     constants = {name: value for name, value in variant.constants.items() if name in names}
     signature = {name: "constexpr" if name in constants else variant.types[name] for name in names}
     divisible = {(names.index(name),): [["tt.divisibility", 16]] for name in variant.aligned if name in names}
+    options = compile_options(variant.threads, backend, warp_size)
+    if variant.stages is not None:
+        options["num_stages"] = variant.stages
     return triton.compile(
         ASTSource(variant.kernel, signature, constants, divisible),
         target=GPUTarget(backend, architecture, warp_size),
-        options=compile_options(variant.threads, backend, warp_size),
+        options=options,
     )
 
 
@@ -148,7 +183,8 @@ def _widest(text: str, pattern: str, unit: int) -> int:
 
 def check(targets: Sequence[str]) -> list[Result]:
     """Compile everything for these targets, in one process per core."""
-    jobs = [(index, target) for target in targets for index in range(len(variants()))]
+    every = list(enumerate(variants()))
+    jobs = [(i, target) for target in targets for i, variant in every if target in (variant.targets or TARGETS)]
     workers = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return list(pool.map(compile_variant, *zip(*jobs, strict=True)))
@@ -156,20 +192,46 @@ def check(targets: Sequence[str]) -> list[Result]:
 
 def table(results: Sequence[Result]) -> str:
     """The results as text, a line each."""
-    header = ("kernel", "variant", "target", "registers", "spills", "shared", "load", "store")
+    header = ("kernel", "variant", "target", "registers", "spills", "shared", "load", "store", "matrix")
     rows = [header]
     for r in results:
         numbers = (r.registers, r.spills, r.shared, r.load_bits, r.store_bits)
-        rows.append((r.kernel, r.variant, r.target, *(("failed",) * 5 if r.error else map(str, numbers))))
+        cells = ("failed",) * 5 if r.error else map(str, numbers)
+        rows.append((r.kernel, r.variant, r.target, *cells, r.matrix))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    sides = (str.ljust,) * 3 + (str.rjust,) * 5
-    return "\n".join("  ".join(map(lambda cell, width, pad: pad(cell, width), row, widths, sides)) for row in rows)
+    sides = (str.ljust,) * 3 + (str.rjust,) * 5 + (str.ljust,)
+    lines = ("  ".join(map(lambda cell, width, pad: pad(cell, width), row, widths, sides)) for row in rows)
+    return "\n".join(map(str.rstrip, lines))
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """Record results and Triton's version, a result a line."""
+    rows = sorted((r.target, r.kernel, r.variant, json.dumps(asdict(r))) for r in results)
+    lines = ",\n  ".join(row[-1] for row in rows)
+    path.write_text(f'{{"triton": "{version("triton")}", "results": [\n  {lines}\n]}}\n', encoding="utf-8")
+
+
+def compare(results: Sequence[Result], path: Path, targets: Sequence[str]) -> tuple[list[str], bool]:
+    """What got worse, is new or is gone since the table was written, and whether by the same version of Triton."""
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    before = {r.name: r for r in (Result(**fields) for fields in recorded["results"]) if r.target in targets}
+    found = []
+    for r in results:
+        if r.name in before:
+            found += [] if r.error else r.changes(before[r.name])
+        else:
+            found.append(f"{r.name}: not in the table")
+    gone = before.keys() - {r.name for r in results}
+    found += [f"{name}: only in the table" for name in sorted(gone)]
+    return found, recorded["triton"] == version("triton")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rspo_kernels.compile_check", description=__doc__.split("\n")[0])
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS), help="default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--compare", type=Path, metavar="FILE", help="fail where results are worse than this table's")
+    tables.add_argument("--write", type=Path, metavar="FILE", help="write the results as such a table")
     options = parser.parse_args(arguments)
     if find_spec("triton") is None:
         print("compile_check needs triton, which is not installed (pip install triton; Linux only)", file=sys.stderr)
@@ -180,12 +242,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     results = check(options.target)
     print(table(results))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
     faults = [fault for r in results if (fault := r.fault)]
+    if options.write:
+        write(results, options.write)
+    if options.compare:
+        changes, same_version = compare(results, options.compare, options.target)
+        if same_version:
+            faults += changes
+        else:
+            print(f"\nwith another version of Triton than the table's, {len(changes)} differences that do not fail:")
+            print("\n".join(changes))
     print(f"\n{len(results)} compiles, {len(faults)} faults")
     for fault in faults:
         print(fault)
+    if options.compare and faults:
+        print(
+            f"where this is as it should be, record it: python -m rspo_kernels.compile_check --write {options.compare}"
+        )
     return 1 if faults else 0
 
 

@@ -109,7 +109,9 @@ def linear_token_logprobs(
     """token_logprobs of the logits hidden·weightᵀ + bias, which never exist in full.
 
     Masked tokens enter no matmul. Differentiable by hidden, weight and bias; the backward pass makes the logits again,
-    a chunk at a time, for tokens that have an upstream gradient.
+    a chunk at a time, for tokens that have an upstream gradient. Where no gradient is wanted, Triton multiplies in a
+    kernel of its own that writes no logits; a weight that tensor descriptors cannot read (rows or address not
+    multiples of 16 bytes) goes the way of the chunks.
 
     Args:
         hidden: [..., H] float32, bfloat16, float16 (float64 with the PyTorch path).
@@ -136,6 +138,7 @@ def linear_token_logprobs(
         weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
     )
     checks.chunk_rows(chunk_rows)
+    wants = (x is not None and x.requires_grad for x in (hidden, weight, bias))
     logp, entropy, _, _ = ops.linear_token_logprobs(
         hidden,
         weight,
@@ -144,6 +147,7 @@ def linear_token_logprobs(
         mask,
         *settings,
         with_entropy,
+        torch.is_grad_enabled() and any(wants),
         validate,
         chunk_rows,
         backend,

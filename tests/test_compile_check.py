@@ -5,6 +5,7 @@ Both need Triton's compiler, which cannot live in a process with its interpreter
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -32,15 +33,18 @@ def test_every_kernel_compiles_without_a_spill(tmp_path):
     """One target here; `make check` compiles for all. The interpreter's variable must not keep it from working."""
     report = tmp_path / "report.json"
     run = python(
-        "-m", "rspo_kernels.compile_check", "--target", "sm_90", "--json", str(report), TRITON_INTERPRET="1"
+        "-m", "rspo_kernels.compile_check", "--target", "sm_90", "--write", str(report), TRITON_INTERPRET="1"
     )  # fmt: skip
     assert run.returncode == 0, run.stdout + run.stderr
-    results = json.loads(report.read_text())
+    results = json.loads(report.read_text())["results"]
     assert all(r["error"] is None and r["spills"] == 0 and r["registers"] > 0 for r in results)
-    rows = [r for r in results if r["kernel"].startswith("logprobs_")]
+    rows = [r for r in results if r["kernel"].startswith(("logprobs_", "loss_rows_"))]
     assert {r["load_bits"] for r in rows} == {128}, "the row kernels must load 16 bytes at once"
     # More than 128 registers a thread would leave one block of 256 threads to a multiprocessor.
     assert max(r["registers"] for r in rows) <= 128
+    matmuls = [r for r in results if r["kernel"] == "linear_logprobs_kernel"]
+    assert matmuls
+    assert all(r["matrix"] == "wgmma.mma_async" for r in matmuls), "tiles must be multiplied by the widest instruction"
     for kernel in ("logprobs_forward_kernel", "policy_loss_kernel", "group_advantages_kernel"):
         assert kernel in run.stdout
     assert f"{len(results)} compiles, 0 faults" in run.stdout
@@ -57,19 +61,74 @@ def test_every_kernel_is_in_the_check():
 
 def test_faults_are_named_and_fail(monkeypatch, capsys):
     results = [
-        Result("good", "fp32", "sm_90", registers=40),
-        Result("bad", "fp32", "sm_90", registers=255, spills=16),
+        Result("good", "fp32", "sm_90", registers=40, store_bits=32),
+        Result("bad", "fp32", "sm_90", registers=255, spills=16, store_bits=32),
         Result("worse", "bf16", "gfx942", error="CompilationError: no"),
+        Result("dead", "bf16", "sm_100", registers=4),
     ]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(compile_check, "check", lambda targets: results)
     assert compile_check.main([]) == 1
     printed = capsys.readouterr().out
-    assert "3 compiles, 2 faults" in printed
+    assert "4 compiles, 3 faults" in printed
     assert "bad [fp32] for sm_90: spills 16 bytes" in printed
     assert "worse [bf16] for gfx942: CompilationError: no" in printed
+    assert "dead [bf16] for sm_100: stores nothing" in printed
     monkeypatch.setattr(compile_check, "check", lambda targets: results[:1])
     assert compile_check.main([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"registers": 48}, None),
+        ({"registers": 32, "load_bits": 128, "shared": 9}, None),
+        ({"registers": 49}, "k [v] for sm_90: 49 registers, 40 in the table"),
+        ({"load_bits": 32}, "k [v] for sm_90: load_bits 32, 64 in the table"),
+        ({"matrix": "mma.sync"}, "k [v] for sm_90: multiplies by 'mma.sync', by 'wgmma.mma_async' in the table"),
+        ({"variant": "w"}, "k [w] for sm_90: not in the table"),
+        ({"spills": 4}, "k [v] for sm_90: spills 4 bytes"),
+        ({"error": "no"}, "k [v] for sm_90: no"),
+    ],
+)
+def test_results_are_compared_with_the_table(tmp_path, monkeypatch, capsys, change, fault):
+    """By the version of Triton that wrote it strictly; by another only what is a fault by itself fails."""
+    before = Result("k", "v", "sm_90", 40, 0, 0, 64, 32, "wgmma.mma_async")
+    other_target = dataclasses.replace(before, target="sm_80")
+    table = tmp_path / "table.json"
+    compile_check.write([before, other_target], table)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(compile_check, "check", lambda targets: [dataclasses.replace(before, **change)])
+    arguments = ["--target", "sm_90", "--compare", str(table)]
+    assert compile_check.main(arguments) == (fault is not None)
+    assert fault is None or fault in capsys.readouterr().out
+    monkeypatch.setattr(compile_check, "version", lambda package: "99.0")
+    by_itself = "spills" in change or "error" in change
+    assert compile_check.main(arguments) == by_itself
+    printed = capsys.readouterr().out
+    assert "differences that do not fail" in printed
+    assert fault is None or fault in printed
+
+
+def test_a_kernel_that_is_gone_is_noticed(tmp_path, monkeypatch, capsys):
+    table = tmp_path / "table.json"
+    results = [Result(name, "v", "sm_90", 40, 0, 0, 64, 32) for name in ("k", "gone")]
+    compile_check.write(results, table)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(compile_check, "check", lambda targets: results[:1])
+    assert compile_check.main(["--target", "sm_90", "--compare", str(table)]) == 1
+    assert "gone [v] for sm_90: only in the table" in capsys.readouterr().out
+
+
+def test_the_committed_table_has_every_variant():
+    recorded = json.loads((ROOT / "tests" / "compile_table.json").read_text())["results"]
+    names = {(r["kernel"], r["variant"], r["target"]) for r in recorded}
+    assert names == {
+        (variant.kernel.__name__, variant.name, target)
+        for variant in compile_check.variants()
+        for target in variant.targets or compile_check.TARGETS
+    }
+    assert all(r["spills"] == 0 and r["error"] is None for r in recorded)
 
 
 def test_a_machine_without_triton(monkeypatch, capsys):
@@ -91,11 +150,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from rspo_kernels.backends.common import LogitsTransform
-from rspo_kernels.backends.triton_impl import advantages, common, logprobs, policy_loss
+from rspo_kernels.backends.triton_impl import advantages, common, fused, linear_logprobs, logprobs, policy_loss
 from rspo_kernels.config import PolicyLossConfig
 
 # What a launch would look up among its compiled kernels, instead of the launch.
 common.current_target = lambda: ("cuda", 32)
+linear_logprobs.current_architecture = lambda: "sm_90"
 backend = make_backend(GPUTarget("cuda", 90, 32))
 keys = {}
 
@@ -125,6 +185,12 @@ def everything(batch, length, temperature=1.0, clip=0.2, odd=0):
     policy_loss.policy_loss_forward(
         vectors, vectors, None, mask.flatten(), vectors, vectors, vectors, vectors, None, None, config
     )
+    partners = (vectors, None, mask.flatten(), vectors, vectors, vectors, vectors)
+    fused.logits_policy_loss(logits, labels, partners, transform, config, False, out)
+    hidden, weight = torch.zeros(tokens, 64, dtype=torch.bfloat16), torch.zeros(48, 64, dtype=torch.bfloat16)
+    linear_logprobs.linear_token_logprobs(
+        hidden, weight, None, labels.flatten(), torch.ones(tokens, dtype=torch.bool), transform, True
+    )
     advantages.group_advantages(vectors, labels.flatten(), "mean", "std", "zero", 1e-6)
 
 everything(2, 16)
@@ -144,5 +210,8 @@ def test_no_recompilation_for_lengths_numbers_and_offsets():
         "logprobs_forward_kernel": 1,
         "logprobs_backward_kernel": 1,
         "policy_loss_kernel": 1,
+        "loss_rows_kernel": 1,
+        "linear_logprobs_kernel": 1,
+        "merge_parts_kernel": 1,
         "group_advantages_kernel": 1,
     }

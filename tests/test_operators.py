@@ -99,9 +99,9 @@ def test_opcheck_fused_losses(place):
     rows = (targets.flatten(), *rows[1:])
     torch.library.opcheck(ops.linear_policy_loss, (hidden, weight, bias, *rows, False, None, *wanted))
     head = (hidden, weight, bias, targets.flatten(), None)
-    torch.library.opcheck(ops.linear_token_logprobs, (*head, *transform, True, None, 4, backend))
+    torch.library.opcheck(ops.linear_token_logprobs, (*head, *transform, True, True, None, 4, backend))
     with torch.no_grad():
-        state = ops.linear_token_logprobs(*head, *transform, True, None, 4, backend)
+        state = ops.linear_token_logprobs(*head, *transform, True, True, None, 4, backend)
         upstream, head = torch.randn(2, 6, device=device).unbind(), [x if x is None else x.detach() for x in head]
         torch.library.opcheck(ops.linear_token_logprobs_backward, (*upstream, *head, *state, *transform, *wanted))
 

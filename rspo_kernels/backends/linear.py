@@ -3,7 +3,8 @@
     logits = hidden·weightᵀ + bias          [chunk, V], then overwritten by their gradient
     grad_hidden = dlogits·weight            grad_weight += dlogitsᵀ·hidden          grad_bias += Σ dlogits
 
-The driver is the same for both backends: matmuls are torch's, the work on a chunk's logits is the backend's.
+The driver is the same for both backends: matmuls are torch's, the work on a chunk's logits is the backend's. Without a
+gradient a backend may have a kernel that makes log-probs without logits (Triton's, where descriptors fit the weight).
 
 Exact sparsity: a masked row contributes nothing, and where there is no KL and no entropy term neither does a row whose
 advantage or weight is 0; such rows stay out of the forward matmul (its cost is 2·V·H operations a row). Rows whose
@@ -112,8 +113,14 @@ def token_logprobs_forward(
     keep: Tensor,
     transform: LogitsTransform,
     with_entropy: bool,
+    want_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """targets [N], keep bool [N] -> logp, entropy (or empty), row_max, log_sum; 0 where not kept."""
+    """targets [N], keep bool [N] -> logp, entropy (or empty), row_max, log_sum; 0 where not kept.
+
+    want_gradient: the state is for a backward pass, which makes the logits again: both then come from one matmul.
+    """
+    if not want_gradient and hasattr(impl, "linear_token_logprobs") and impl.fits_descriptors(head.hidden, head.weight):
+        return impl.linear_token_logprobs(head.hidden, head.weight, head.bias, targets, keep, transform, with_entropy)
     dtype = compute_dtype(head.hidden.dtype)
     logp, row_max, log_sum = (head.hidden.new_zeros(targets.shape, dtype=dtype) for _ in range(3))
     entropy = head.hidden.new_zeros(targets.shape if with_entropy else 0, dtype=dtype)
@@ -188,7 +195,7 @@ def policy_loss(
 
     if segments is not None or not want_gradient:
         # One ratio for many rows: all log-probs come before any gradient, and the logits of moved rows come twice.
-        state = token_logprobs_forward(impl, head, targets, rows_needed, transform, with_entropy)
+        state = token_logprobs_forward(impl, head, targets, rows_needed, transform, with_entropy, want_gradient)
         loss, slope, entropy_slope, stats = loss_of(*state[:2])
         if want_gradient:
             upstream = (slope, entropy_slope if config.entropy_coef != 0 else None)

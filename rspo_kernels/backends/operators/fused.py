@@ -52,7 +52,7 @@ def _without_autocast(x: Tensor) -> torch.autocast:
 def _linear_token_logprobs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, mask: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *values, with_entropy, validate, chunk_rows, backend = arguments
+    *values, with_entropy, want_gradient, validate, chunk_rows, backend = arguments
     transform = LogitsTransform(*values)
     chosen = resolve(backend, hidden.device, hidden.dtype)
     if must_check_targets(validate, chosen):
@@ -61,7 +61,7 @@ def _linear_token_logprobs(
         head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
         keep = kept(targets, mask, transform)
         return linear.token_logprobs_forward(
-            implementation(chosen, transform), head, targets, keep, transform, with_entropy
+            implementation(chosen, transform), head, targets, keep, transform, with_entropy, want_gradient
         )
 
 
@@ -70,11 +70,11 @@ def _linear_token_logprobs_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dtype = compute_dtype(hidden.dtype)
     logp, row_max, log_sum = (hidden.new_empty(targets.shape, dtype=dtype) for _ in range(3))
-    return logp, hidden.new_empty(targets.shape if arguments[-4] else 0, dtype=dtype), row_max, log_sum
+    return logp, hidden.new_empty(targets.shape if arguments[-5] else 0, dtype=dtype), row_max, log_sum
 
 
 def _linear_token_logprobs_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, bias, targets, mask, *ctx.transform, _, _, ctx.chunk_rows, ctx.backend = inputs
+    hidden, weight, bias, targets, mask, *ctx.transform, _, _, _, ctx.chunk_rows, ctx.backend = inputs
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
@@ -253,8 +253,8 @@ def _logits_policy_loss_autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -
 
 define(
     "linear_token_logprobs",
-    f"({_HEAD}, Tensor? mask, {TRANSFORM_SCHEMA}, bool with_entropy, bool? validate, int? chunk_rows, str backend) "
-    f"-> ({STATE_SCHEMA})",
+    f"({_HEAD}, Tensor? mask, {TRANSFORM_SCHEMA}, bool with_entropy, bool want_gradient, bool? validate, "
+    f"int? chunk_rows, str backend) -> ({STATE_SCHEMA})",
     _linear_token_logprobs,
     _linear_token_logprobs_fake,
     _linear_token_logprobs_autograd,

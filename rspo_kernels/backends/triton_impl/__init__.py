@@ -2,6 +2,7 @@
 
 from .advantages import group_advantages
 from .fused import logits_policy_loss, loss_rows_
+from .linear_logprobs import fits_descriptors, linear_token_logprobs
 from .logprobs import token_logprobs_backward, token_logprobs_forward
 from .policy_loss import policy_loss_forward
 from .scans import discounted_returns, gae
@@ -10,8 +11,10 @@ from .whiten import masked_whiten
 
 __all__ = [
     "discounted_returns",
+    "fits_descriptors",
     "gae",
     "group_advantages",
+    "linear_token_logprobs",
     "logits_policy_loss",
     "loss_rows_",
     "masked_whiten",

@@ -79,6 +79,14 @@ def current_target() -> tuple[str, int]:
     return target.backend, target.warp_size
 
 
+def current_architecture() -> str:
+    """The current device as compile_check.TARGETS names it: "sm_90", "gfx942", ..., or "interpreter"."""
+    if current_target()[0] == "interpreter":
+        return "interpreter"
+    architecture = triton.runtime.driver.active.get_current_target().arch
+    return architecture if isinstance(architecture, str) else f"sm_{architecture}"
+
+
 def compile_options(threads: int, backend: str, warp_size: int) -> dict[str, Any]:
     """Options of a launch or an ahead-of-time compile with that many threads."""
     options: dict[str, Any] = {"num_warps": max(1, threads // warp_size)}
@@ -110,7 +118,9 @@ class Variant:
         types: type of every runtime argument, as "*bf16", "i32", "fp32"; all others are constexpr.
         constants: value of every constexpr argument.
         threads: size of the thread block.
-        aligned: pointers known to be multiples of 16 bytes, as a launch would find.
+        aligned: arguments known to be multiples of 16, as a launch would find.
+        stages: depth of the software pipeline, None for Triton's default.
+        targets: those of compile_check.TARGETS that the variant is for, None for all.
     """
 
     kernel: Any
@@ -119,3 +129,5 @@ class Variant:
     constants: dict[str, Any]
     threads: int
     aligned: tuple[str, ...] = ()
+    stages: int | None = None
+    targets: tuple[str, ...] | None = None
