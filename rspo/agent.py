@@ -21,13 +21,14 @@ class Agent:
     def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
         self.policy = policy
         self.config = config
-        self.optimizer = torch.optim.AdamW(
-            policy.model.parameters(),
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        self.optimizer = torch.optim.AdamW(policy.model.parameters())
+        self.apply_settings()
+
+    def apply_settings(self) -> None:
+        """The configured learning rate and its companions, whatever the optimiser's loaded state says of them."""
+        for group in self.optimizer.param_groups:
+            group["lr"], group["betas"] = self.config.learning_rate, self.config.betas
+            group["eps"], group["weight_decay"] = self.config.eps, self.config.weight_decay
 
     def branch(self, fresh_optimizer: bool = False) -> Agent:
         """Agent B: a copy with weights and (unless `fresh_optimizer`) optimiser state of its own."""

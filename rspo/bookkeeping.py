@@ -66,7 +66,7 @@ class Bookkeeper:
 
     def state(self) -> dict[str, Any]:
         """Counters as plain values."""
-        return {"step": self.step, **self.cost()}
+        return {"step": self.step, "records": self.tracker.records, **self.cost()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state`."""

@@ -52,6 +52,18 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
 
 def load_checkpoint(path: Path, config: Config) -> Checkpoint:
     """Read a checkpoint folder; nothing in it is unpickled as code. Raises ConfigError where it is incomplete."""
+    try:
+        return _load(path, config)
+    except ConfigError:
+        raise
+    except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
+        raise ConfigError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); without that folder the run goes on from the"
+            " checkpoint before it"
+        ) from error
+
+
+def _load(path: Path, config: Config) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
@@ -59,6 +71,7 @@ def load_checkpoint(path: Path, config: Config) -> Checkpoint:
     agent.optimizer.load_state_dict(
         torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device)
     )
+    agent.apply_settings()
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     buffer = []
     if (path / "buffer.jsonl").is_file():
@@ -69,7 +82,8 @@ def load_checkpoint(path: Path, config: Config) -> Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest first."""
-    return sorted(folder.glob(f"{PREFIX}*"), key=lambda path: int(path.name.removeprefix(PREFIX)))
+    found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     try:
         parsed.command(parsed)
-    except (ConfigError, FileNotFoundError) as error:
+    except (ConfigError, OSError) as error:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
     except NonFiniteError as error:
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
     evaluation.add_argument("--split", choices=SPLITS, help="eval: held-out tasks (default)")
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    _add_settings(evaluation)
+    _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
 
     plot = commands.add_parser(
@@ -77,11 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
+def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
     parser.add_argument("--preset", choices=tuple(PRESETS), help="default, or paper: every setting as the paper's")
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
-    parser.add_argument("--policy", metavar="PATH", help="model folder to start from or to evaluate with")
+    if training:
+        parser.add_argument("--policy", metavar="PATH", help="model folder to start from")
     parser.add_argument("--seed", type=int, metavar="S", help="seed of everything random")
     parser.add_argument(
         "--set",
@@ -101,7 +102,7 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
     flags = {
         "method": method,
         "env.name": parsed.env,
-        "policy.path": parsed.policy,
+        "policy.path": getattr(parsed, "policy", None),
         "run.seed": parsed.seed,
         "run.steps": getattr(parsed, "steps", None),
         "evaluation.episodes": getattr(parsed, "episodes", None),
@@ -137,7 +138,9 @@ def _eval(parsed: argparse.Namespace) -> None:
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
-    config = _settings(parsed, load_config(parsed.path / CONFIG_FILE) if is_run else None)
+    # A checkpoint lies two folders below the settings it was made with.
+    stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
+    config = _settings(parsed, load_config(stored) if stored.is_file() else None)
     set_threads(config)
     policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
     values = evaluate(policy, build_env(config), config)

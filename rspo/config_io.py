@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+from rspo_kernels import PolicyLossConfig
+from rspo_kernels.config import DEFAULTS
+
 from .config import PRESETS, Config, ConfigError
 
 
@@ -24,8 +27,10 @@ def preset(name: str, method: str = "rspo") -> Config:
 
 def load_config(path: str | Path, base: Config | None = None) -> Config:
     """A YAML file laid over `base` (the default preset). Raises ConfigError naming the file."""
-    with open(path, encoding="utf-8") as file:
-        values = yaml.safe_load(file)
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
     try:
@@ -52,7 +57,10 @@ def apply_flags(config: Config, flags: Sequence[str]) -> Config:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
                 raise ConfigError(f"--set {flag!r}: {section!r} was given a value before")
-        target[name] = yaml.safe_load(text)
+        try:
+            target[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {flag!r}: the value is not YAML: {error}") from error
     return overlay(config, values)
 
 
@@ -71,6 +79,9 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             changes[key] = overlay(current, value, f"{name}.")
         else:
             changes[key] = _convert(name, value, hints[key])
+    if isinstance(config, PolicyLossConfig) and "loss" in changes:
+        # Another loss brings its own defaults, as far as they are not given.
+        changes = dict.fromkeys(DEFAULTS) | changes
     try:
         return replace(config, **changes)
     except ConfigError:

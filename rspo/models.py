@@ -47,6 +47,10 @@ class Policy:
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
         """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
         is no model."""
+        if not config.allow_download and not Path(path).is_dir():
+            raise ConfigError(
+                f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
+            )
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path), **options)

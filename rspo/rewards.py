@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .config import ConfigError, RewardConfig
+from .config import Config, ConfigError, RewardConfig
 from .trajectory import Trajectory
 
 RewardFunction = Callable[[Trajectory], Sequence[float] | np.ndarray]
@@ -82,3 +82,16 @@ def relabel(trajectories: Sequence[Trajectory], reward: RewardFunction) -> None:
             turn = int(np.flatnonzero(~np.isfinite(rewards))[0])
             raise NonFiniteError(f"reward {rewards[turn]} at turn {turn} of {trajectory}")
         trajectory.rewards = rewards
+
+
+def training_rewards(
+    config: Config, has_dense_reward: bool, noise: np.random.Generator
+) -> tuple[RewardFunction, RewardFunction]:
+    """What agents A and B learn from: A from outcomes, B from dense rewards (from outcomes in the ablation RSPO_O).
+
+    Raises ConfigError where dense rewards are asked for that do not exist.
+    """
+    dense_a = config.rewards.train == "dense"
+    dense_b = config.method == "rspo" and config.swap.source == "dense"
+    dense = make_dense_reward(config.rewards, has_dense_reward, noise) if dense_a or dense_b else outcome_reward
+    return dense if dense_a else outcome_reward, dense if dense_b else outcome_reward

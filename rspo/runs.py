@@ -8,14 +8,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .agent import Agent
 from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
-from .config_io import save_config
+from .config_io import load_config, save_config
 from .envs import BatchedEnv, make_env
 from .models import Policy
+from .rewards import training_rewards
 from .tracking import Tracker
 from .trainer import Trainer
 from .warmup import warm_up
@@ -56,24 +58,56 @@ def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: boo
 def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bool = True) -> Trainer:
     """A trainer in a run folder: new, or going on from its latest checkpoint.
 
-    Raises ConfigError where a new run's folder holds one already, or where there is nothing to resume.
+    Raises ConfigError where a new run's folder holds one already, or where the settings of a resumed run are not those
+    it was started with.
     """
-    if (folder / CONFIG_FILE).exists() and not resume:
+    if resume:
+        _check_resumable(config, folder)
+    elif (folder / CONFIG_FILE).exists():
         raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
+    else:
+        # Left by a start that broke off, of whatever settings.
+        shutil.rmtree(folder / "start", ignore_errors=True)
     set_threads(config)
+    _check_device(config)
     env = build_env(config)
+    # What cannot be trained on is found out before the start policy is made.
+    training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
     folder.mkdir(parents=True, exist_ok=True)
     policy = start_policy(config, env, folder, progress=progress)
-    save_config(config, folder / CONFIG_FILE)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
     checkpoint = load_checkpoint(checkpoints[-1], config) if checkpoints else None
-    start = checkpoint.state["step"] if checkpoint else 0
+    state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
+    if state["step"] > config.run.steps:
+        raise ConfigError(
+            f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
+        )
     reference = policy.copy() if config.loss.kl_coef > 0 else None
-    tracker = Tracker(folder, config.run.steps, start=start, progress=progress)
+    save_config(config, folder / CONFIG_FILE)
+    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress)
     trainer = Trainer(config, folder, env, Agent(policy, config.optimizer), reference, tracker)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
+
+
+def _check_resumable(config: Config, folder: Path) -> None:
+    """A run goes on as what it is; its length, records and optimiser settings may change."""
+    before = load_config(folder / CONFIG_FILE)
+    for name, old, new in (
+        ("method", before.method, config.method),
+        ("env", before.env, config.env),
+        ("run.seed", before.run.seed, config.run.seed),
+    ):
+        if old != new:
+            raise ConfigError(f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {new!r}")
+
+
+def _check_device(config: Config) -> None:
+    try:
+        torch.empty(0, device=config.policy.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"policy.device={config.policy.device!r} cannot be used here: {error}") from error
 
 
 def trained_policy(folder: Path, config: Config) -> Policy:

@@ -20,22 +20,25 @@ class Tracker:
     Args:
         folder: the run's folder.
         steps: A-updates in all.
-        start: A-updates already made; records after them (from a run that went on past its checkpoint) are dropped.
+        start: A-updates already made.
+        records: records that were written before the checkpoint that the run goes on from; those after them (of a run
+            that went on past its checkpoint, and perhaps broke off inside a line) are dropped.
         progress: show a bar.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int = 0, progress: bool = True) -> None:
+    def __init__(self, folder: Path, steps: int, start: int = 0, records: int = 0, progress: bool = True) -> None:
         self.path = folder / METRICS_FILE
-        if start or self.path.exists():
-            kept = [record for record in read_metrics(folder) if record["step"] <= start] if start else []
+        self.records = records
+        if self.path.exists():
+            kept = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[:records]
             partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            partial.write_text("".join(kept), encoding="utf-8")
             os.replace(partial, self.path)
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Append a record: kind is "start", "update", "dense", "collect" or "evaluation"; step counts A-updates."""
+        """Append a record: kind is "update", "dense", "collect" or "evaluation"; step counts A-updates."""
         plain: dict[str, Any] = {"kind": kind, "step": step}
         for name, value in values.items():
             if isinstance(value, int):
@@ -44,6 +47,7 @@ class Tracker:
                 plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
         self.file.write(json.dumps(plain) + "\n")
         self.file.flush()
+        self.records += 1
 
     def show(self, phase: str, values: Mapping[str, float], advance: int = 0) -> None:
         """Update the bar."""
@@ -70,10 +74,13 @@ class Tracker:
 
 
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Records of a run, of one kind or all. Raises FileNotFoundError that names the missing file."""
+    """Records of a run, of one kind or all; a last line that was never finished is left out.
+
+    Raises FileNotFoundError that names the missing file.
+    """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} is not the folder of a run")
     with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in file if line.strip()]
+        records = [json.loads(line) for line in file if line.endswith("\n")]
     return [record for record in records if kind is None or record["kind"] == kind]

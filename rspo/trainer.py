@@ -20,7 +20,7 @@ from .metrics import trajectory_metrics, zero_advantage_fraction
 from .models import Policy
 from .randomness import RandomStreams
 from .replay import ReplayBuffer
-from .rewards import NonFiniteError, RewardFunction, make_dense_reward, outcome_reward, relabel
+from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
 from .rollout import rollout
 from .timing import PhaseTimer
 from .tracking import Tracker
@@ -54,13 +54,7 @@ class Trainer:
         self.estimator = make_estimator(config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
-
-        def dense() -> RewardFunction:
-            return make_dense_reward(config.rewards, env.has_dense_reward, self.random.noise)
-
-        # B learns from dense rewards (from outcomes in the ablation RSPO_O), A from outcomes.
-        self.reward_b = dense() if self.swaps and config.swap.source == "dense" else outcome_reward
-        self.reward_a = dense() if config.rewards.train == "dense" else outcome_reward
+        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise)
 
     def train(self) -> None:
         """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way."""

@@ -22,6 +22,7 @@ from .rollout import Episodes
 from .trajectory import Batch, Trajectory, Turn
 
 BISECTIONS = 8
+BELOW, INSIDE, ABOVE = -1, 0, 1
 
 
 def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[Policy, float]:
@@ -47,17 +48,18 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
         for _ in range(0, settings.max_updates, settings.check_every):
             for _ in range(settings.check_every):
                 _clone(policy, batch, optimizer, settings.batch_rows, rng)
-            success = measure_success(policy, env, config)
+            success, side = measure(policy, env, config)
             bar.set_postfix(success=f"{success:.2%}", refresh=False)
             bar.update(settings.check_every)
-            if success > settings.band[1]:
-                success = _step_back(policy, below, env, config)
-            if settings.band[0] <= success <= settings.band[1]:
+            if side == ABOVE:
+                success, side = _step_back(policy, below, env, config)
+            if side == INSIDE:
                 return policy, success
             below = _weights(policy)
     raise ConfigError(
         f"warm-up reached a success rate of {success:.2%} in {settings.max_updates} updates, not"
-        f" warmup.band={settings.band}; raise warmup.max_updates or warmup.expert_rate"
+        f" warmup.band={settings.band} (held out: {settings.held_out_band}); raise warmup.max_updates or"
+        " warmup.expert_rate"
     )
 
 
@@ -70,47 +72,48 @@ def _clone(policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, size:
     optimizer.step()
 
 
-def _step_back(policy: Policy, below: list[torch.Tensor], env: BatchedEnv, config: Config) -> float:
-    """Success of the policy after its weights were drawn back towards those `below` the band, by bisection.
-
-    Success rises steeply once it rises; between two checks it can pass the whole band.
-    """
-    low, high, success = below, _weights(policy), 0.0
+def _step_back(policy: Policy, below: list[torch.Tensor], env: BatchedEnv, config: Config) -> tuple[float, int]:
+    """Draw the weights back towards those `below` the band until success is inside it, by bisection: success rises
+    steeply once it rises, and can pass the whole band between two checks. Returns the last measurement."""
+    low, high = below, _weights(policy)
+    success, side = 0.0, ABOVE
     for _ in range(BISECTIONS):
         middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
         with torch.no_grad():
             for parameter, value in zip(policy.model.parameters(), middle, strict=True):
                 parameter.copy_(value)
-        success = measure_success(policy, env, config)
-        if success < config.warmup.band[0]:
-            low = middle
-        elif success > config.warmup.band[1]:
-            high = middle
-        else:
+        success, side = measure(policy, env, config)
+        if side == INSIDE:
             break
-    return success
+        low, high = (middle, high) if side == BELOW else (low, middle)
+    return success, side
 
 
 def _weights(policy: Policy) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in policy.model.parameters()]
 
 
-def measure_success(policy: Policy, env: BatchedEnv, config: Config) -> float:
-    """Success at the rollout temperature, first on training tasks, then on the held-out episodes of evaluations.
+def measure(policy: Policy, env: BatchedEnv, config: Config) -> tuple[float, int]:
+    """Success on training tasks at the rollout temperature, and whether that and the success on the held-out episodes
+    of evaluations are inside their bands (or BELOW, or ABOVE)."""
+    settings = config.warmup
 
-    The first measurement outside the band is returned, else the last. It begins with a few episodes: early policies
-    never succeed, and that shows soon.
-    """
-    low, high = config.warmup.band
-    many = config.warmup.check_episodes
-    few = -(-many // 8)
-    success = 0.0
-    for split, episodes in (("train", few), ("train", many), ("eval", config.evaluation.episodes)):
+    def rate(split: str, episodes: int) -> float:
         trajectories = play(policy, env, config, split=split, episodes=episodes, temperature=config.rollout.temperature)
-        success = float(np.mean([trajectory.won for trajectory in trajectories]))
-        if success < low or (success > high and episodes != few):
-            break
-    return success
+        return float(np.mean([trajectory.won for trajectory in trajectories]))
+
+    # Early policies never succeed, which a few episodes show as well as many.
+    if rate("train", -(-settings.check_episodes // 8)) == 0 < settings.band[0]:
+        return 0.0, BELOW
+    success = rate("train", settings.check_episodes)
+    side = _side(success, settings.band)
+    if side == INSIDE:
+        side = _side(rate("eval", config.evaluation.episodes), settings.held_out_band)
+    return success, side
+
+
+def _side(success: float, band: tuple[float, float]) -> int:
+    return BELOW if success < band[0] else ABOVE if success > band[1] else INSIDE
 
 
 def demonstrations(env: HouseholdEnv, policy: Policy, config: Config) -> list[Trajectory]:

@@ -67,7 +67,7 @@ def test_flags_are_converted_to_the_fields_types() -> None:
         ("swap.alhpa=0.1", r"unknown setting 'swap\.alhpa' \(did you mean 'alpha'\?\).*k, alpha"),
         ("swop.alpha=0.1", r"unknown setting 'swop' \(did you mean 'swap'\?\)"),
         ("swap=3", r"swap is a section"),
-        ("loss.clip_low=-1", r"loss\.clip_low must be >= 0"),
+        ("loss.clip_low=-1", r"loss\.clip_low must be a finite number >= 0"),
         ("loss.clip_center=left", r"loss\.clip_center must be one of"),
         ("estimator.std=maybe", r"estimator\.std must be of type bool"),
         ("optimizer.learning_rate=fast", r"optimizer\.learning_rate must be of type float"),
@@ -95,3 +95,30 @@ def test_unknown_environment_preset_and_file_field(tmp_path: Path) -> None:
     (tmp_path / "d.yaml").write_text("- rollout\n")
     with pytest.raises(ConfigError, match="expected a mapping"):
         load_config(tmp_path / "d.yaml")
+
+
+def test_another_loss_brings_its_own_defaults() -> None:
+    for flags, expected in (
+        (["loss.loss=dapo"], (0.2, 0.28, "token", "token-mean")),
+        (["loss.loss=gspo"], (3e-4, 4e-4, "sequence", "seq-mean-token-mean")),
+        (["loss.loss=gspo", "loss.clip_low=0.1"], (0.1, 4e-4, "sequence", "seq-mean-token-mean")),
+        (["loss.clip_high=0.3"], (0.2, 0.3, "token", "token-mean")),
+    ):
+        loss = apply_flags(default_config(), flags).loss
+        assert (loss.clip_low, loss.clip_high, loss.ratio_level, loss.aggregation) == expected
+        assert loss.center_cap == 1.0, "what does not depend on the loss stays"
+    with pytest.raises(
+        ConfigError, match=r"loss.horizon must be given with loss.aggregation='seq-mean-token-sum-norm'"
+    ):
+        apply_flags(default_config(), ["loss.loss=dr_grpo"])
+
+
+def test_files_and_values_that_are_not_yaml(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set 'swap.alpha=\[': the value is not YAML"):
+        apply_flags(default_config(), ["swap.alpha=["])
+    broken = tmp_path / "broken.yaml"
+    broken.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"broken.yaml is not a YAML file"):
+        load_config(broken)
+    with pytest.raises(ConfigError, match=r"is not a YAML file"):
+        load_config(tmp_path)

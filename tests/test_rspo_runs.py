@@ -24,6 +24,7 @@ from rspo.rewards import NonFiniteError
 from rspo.runs import open_run
 from rspo.tracking import Tracker, read_metrics
 from rspo.trainer import Trainer
+from rspo.trajectory import Trajectory
 from rspo.warmup import INSIDE, demonstrations, measure, warm_up
 
 SMALL = [
@@ -153,9 +154,115 @@ def test_a_resumed_run_gives_the_same_metrics_bit_for_bit(
 def test_records_after_the_checkpoint_are_dropped_on_resume(start: Path, tmp_path: Path) -> None:
     config = small_config(*flags_for(start, "run.steps=2", "run.save_every=1"), method="grpo")
     run(config, tmp_path)
-    tracker = Tracker(tmp_path, 2, start=1, progress=False)
+    with open(tmp_path / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"kind": "upd')  # killed inside a line
+    assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1, 2, 2]
+    tracker = Tracker(tmp_path, 2, start=1, records=2, progress=False)
     tracker.close()
     assert [record["step"] for record in read_metrics(tmp_path)] == [0, 1]
+
+
+def test_a_run_killed_inside_a_loop_resumes_to_the_same_records(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B's records of the loop that was cut off are made again, not kept twice."""
+    flags = flags_for(start, "run.steps=4", "run.save_every=2", "env.name=rspo_toys:ParityEnv", "env.options={}")
+    config = small_config(*flags)
+    run(config, tmp_path / "whole")
+    update_a = Trainer._update_a
+
+    def killed(self: Trainer) -> list[Trajectory]:
+        if self.books.step == 3:
+            raise KeyboardInterrupt
+        return update_a(self)
+
+    monkeypatch.setattr(Trainer, "_update_a", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "parts")
+    monkeypatch.undo()
+    run(config, tmp_path / "parts", resume=True)
+    assert timeless(tmp_path / "parts") == timeless(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("source", ["dense", "outcome", "history"])
+def test_the_loop_is_algorithm_one(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """Who is updated on what, with which weight, and what the buffer holds, over two loops."""
+    flags = flags_for(start, "run.steps=4", "env.name=rspo_toys:ParityEnv", "env.options={}", f"swap.source={source}")
+    config = small_config(*flags, "swap.alpha_schedule=linear")
+    seen: list[tuple[str, str, float, int]] = []
+    buffers: list[int] = []
+    update, loop = Trainer._update, Trainer._loop
+
+    def spied_update(self: Trainer, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict:
+        who = "A" if agent is self.agent else "B"
+        fresh = [t for t in trajectories if t.source == "on_policy"]
+        dense = all(float(t.rewards.sum()) == pytest.approx(t.dense_return) for t in fresh)
+        outcome = all(float(t.rewards.sum()) == t.outcome for t in trajectories)
+        labels = {(True, False): "dense", (False, True): "outcome"}[(dense, outcome)]
+        if who == "B":
+            assert agent.policy.model is not self.agent.policy.model
+        seen.append((who, labels, alpha, len(trajectories) - len(fresh)))
+        return update(self, agent, trajectories, alpha)
+
+    def spied_loop(self: Trainer) -> None:
+        loop(self)
+        buffers.append(len(self.buffer))
+
+    monkeypatch.setattr(Trainer, "_update", spied_update)
+    monkeypatch.setattr(Trainer, "_loop", spied_loop)
+    run(config, tmp_path)
+    of_b = [] if source == "history" else [("B", source, 0.0, 0)] * 2
+    alphas = [0.25 * (1 - step / 4) for step in range(4)]
+    sizes = [config.replay_size(alpha) for alpha in alphas]
+    of_a = [("A", "outcome", alpha, size) for alpha, size in zip(alphas, sizes, strict=True)]
+    if source == "history":  # the first loop has nothing to replay yet
+        of_a[:2] = [(who, label, alpha, 0) for who, label, alpha, _ in of_a[:2]]
+    assert seen == [*of_b, *of_a[:2], *of_b, *of_a[2:]]
+    kept = [2 * config.rollout.group_size * n for n in (3, 4)] if source == "history" else [0, 0]
+    assert [bool(n) for n in buffers] == [bool(n) for n in kept]
+
+
+def test_resuming_takes_new_optimizer_settings_and_refuses_another_run(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start, "run.steps=1", "run.save_every=1"), method="grpo")
+    run(config, tmp_path)
+    changed = apply_flags(config, ["run.steps=2", "optimizer.learning_rate=0.5", "optimizer.weight_decay=0.25"])
+    trainer = open_run(changed, tmp_path, resume=True, progress=False)
+    trainer.close()
+    (group,) = trainer.agent.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.25)
+    for flags, message in (
+        (["method=rspo"], "method of the run in .* is 'grpo' and cannot change on --resume, got 'rspo'"),
+        (["run.seed=9"], "run.seed of the run in .* is 0 and cannot change"),
+        (["env.history_length=1"], "env of the run in .* cannot change"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_run(apply_flags(config, flags), tmp_path, resume=True, progress=False)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "state.json", "model.safetensors"])
+def test_a_damaged_checkpoint_is_named(start: Path, tmp_path: Path, name: str) -> None:
+    config = small_config(*flags_for(start, "run.steps=1", "run.save_every=1"), method="grpo")
+    run(config, tmp_path)
+    damaged = tmp_path / "checkpoints" / "step-000001" / name
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    with pytest.raises(ConfigError, match=r"step-000001 cannot be read|no causal LM .*step-000001"):
+        open_run(apply_flags(config, ["run.steps=2"]), tmp_path, resume=True, progress=False)
+
+
+def test_a_checkpoint_is_evaluated_in_its_own_environment(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = flags_for(start, "run.steps=1", "env.name=rspo_toys:ParityEnv", "env.options={}", "evaluation.episodes=32")
+    run(small_config(*flags, method="grpo"), tmp_path)
+    assert main(["eval", str(tmp_path / "checkpoints" / "step-000001"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["turns"] < 4, "household episodes of this policy last 12 turns"
+
+
+def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Path) -> None:
+    config = small_config(*flags_for(start, "run.steps=1"))
+    with pytest.raises(ConfigError, match="nomodule"):
+        open_run(apply_flags(config, ["rewards.dense=nomodule:f"]), tmp_path / "run", progress=False)
+    run(config, tmp_path / "run")
 
 
 def test_checkpoints_load_with_transformers_and_old_ones_go(start: Path, tmp_path: Path) -> None:

@@ -94,6 +94,34 @@ def test_equation_one_weights_two_means() -> None:
     torch.testing.assert_close(gradients(agent), list(by_hand), atol=1e-6, rtol=1e-4)
 
 
+def test_minibatches_keep_the_weights_of_equation_one() -> None:
+    """Two mini-batches: each takes its terms with the divisors of the whole update, times two; plain SGD by hand."""
+    config = apply_flags(small_config(), ["optimizer.minibatches=2", "optimizer.grad_clip=1e9", "loss.center_cap=null"])
+    agent = Agent(small_policy(), config.optimizer)
+    trajectories = mixed_trajectories()
+    batch = scored_batch(agent, config, trajectories)
+    taken: list[list[torch.Tensor]] = []
+    agent.optimizer.step = lambda *_: taken.append(gradients(agent))  # type: ignore[method-assign, assignment]
+    run_update(agent, config, trajectories, batch)
+    logp, _ = agent.policy.logprobs(batch, 1.0)
+    objective = (logp - batch.behavior_logp).exp() * batch.advantages
+    mean = (1 - ALPHA) * objective[~batch.is_replay].mean() + ALPHA * objective[batch.is_replay].mean()
+    by_hand = torch.autograd.grad(-mean, list(agent.policy.model.parameters()))
+    assert len(taken) == 2
+    # The mini-batches partition the terms, so that the mean of their gradients is the gradient of the whole.
+    torch.testing.assert_close([(a + b) / 2 for a, b in zip(*taken, strict=True)], list(by_hand), atol=1e-6, rtol=1e-4)
+
+
+def test_the_gradient_is_clipped_to_its_norm() -> None:
+    config = apply_flags(small_config(), ["optimizer.minibatches=1", "optimizer.grad_clip=1e-3"])
+    agent = Agent(small_policy(), config.optimizer)
+    agent.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
+    stats = run_update(agent, config, mixed_trajectories())
+    norm = torch.stack([g.norm() for g in gradients(agent)]).norm()
+    assert stats["gradient_norm"] > 1e-3, "the reported norm is that before clipping"
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_divisors() -> None:
     batch = Batch.from_trajectories(mixed_trajectories())
     n_off = int(batch.is_replay.sum())

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from rspo_kernels import token_logprobs
 
-from ..config import RolloutConfig
+from ..config import ConfigError, RolloutConfig
 from ..models import Policy
 from .base import Generation
 
@@ -42,11 +42,11 @@ class TransformersEngine:
         self._eos = torch.tensor(policy.eos_token_ids, dtype=torch.int64, device=policy.device)
 
     def generate(self, prompts: Sequence[str]) -> list[Generation]:
-        """One response for each prompt. Raises ValueError for a prompt that is empty or too long."""
+        """One response for each prompt. Raises ConfigError for a prompt that is empty or too long."""
         encoded = self.policy.encode(prompts)
         for prompt, ids in zip(prompts, encoded, strict=True):
             if not 0 < len(ids) <= self.config.max_prompt_tokens:
-                raise ValueError(
+                raise ConfigError(
                     f"a prompt has {len(ids)} tokens, rollout.max_prompt_tokens={self.config.max_prompt_tokens} allows"
                     f" 1 to that many: {prompt[:80]!r}"
                 )
