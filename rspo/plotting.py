@@ -62,4 +62,5 @@ def _percent(records: Records) -> list[float]:
 def _name(axes: Axes, x: str, y: str, title: str) -> None:
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.locator_params(axis="x", nbins=6)
     axes.grid(alpha=0.3)
