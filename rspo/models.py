@@ -92,29 +92,37 @@ class Policy:
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, int64 [P] each."""
+        distinct = list(dict.fromkeys(prompts))
         has_template = self.tokenizer.chat_template is not None  # which then writes the special tokens
-        if has_template:
-            prompts = [
-                self.tokenizer.apply_chat_template(
-                    [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
-                )
-                for prompt in prompts
-            ]
-        encoded = self.tokenizer(list(prompts), add_special_tokens=not has_template, return_attention_mask=False)
-        return [np.array(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+        texts = [self._as_message(prompt) for prompt in distinct] if has_template else distinct
+        encoded = self.tokenizer(texts, add_special_tokens=not has_template, return_attention_mask=False)
+        ids = {
+            prompt: np.array(row, dtype=np.int64) for prompt, row in zip(distinct, encoded["input_ids"], strict=True)
+        }
+        return [ids[prompt] for prompt in prompts]
+
+    def _as_message(self, prompt: str) -> str:
+        message = [{"role": "user", "content": prompt}]
+        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens."""
-        return self.tokenizer.batch_decode([row.tolist() for row in responses], skip_special_tokens=True)
+        distinct = {row.tobytes(): row.tolist() for row in responses}
+        decoded = self.tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=True)
+        texts = dict(zip(distinct, decoded, strict=True))
+        return [texts[row.tobytes()] for row in responses]
 
     def logits(self, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         """Logits [N, V] at the positions (rows[n], columns[n]) of right-padded input_ids [R, L].
 
-        The model's body runs once over all positions; only the asked-for ones go through its head.
+        The model's body runs once over the distinct rows (members of a group often are in the same situation and do
+        the same: half the rows of a trained household agent), and only the asked-for positions go through its head.
         """
+        distinct, row_of = torch.unique(input_ids, dim=0, return_inverse=True)
+        rows = row_of[rows]
         if not self._head_is_plain:
-            return self.model(input_ids=input_ids, use_cache=False).logits[rows, columns]
-        hidden = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            return self.model(input_ids=distinct, use_cache=False).logits[rows, columns]
+        hidden = self.model.base_model(input_ids=distinct, use_cache=False).last_hidden_state
         flat = hidden.reshape(-1, hidden.shape[-1])
         return self.model.get_output_embeddings()(flat.index_select(0, rows * input_ids.shape[1] + columns))
 

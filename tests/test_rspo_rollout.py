@@ -71,8 +71,10 @@ def test_left_padding_does_not_change_logprobs(policy: Policy) -> None:
 
 def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
     """A cap on logits near 0 changes them by little, and must be noticed all the same."""
+    plain = small_policy()
+    words = len(plain.tokenizer)
     config = Gemma2Config(
-        vocab_size=53,
+        vocab_size=words,
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -81,14 +83,26 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
         head_dim=16,
         final_logit_softcapping=2.0,
     )
-    capped = Policy(Gemma2ForCausalLM(config), small_policy().tokenizer)
-    ids = torch.randint(3, 53, (2, 5))
+    capped = Policy(Gemma2ForCausalLM(config), plain.tokenizer)
+    ids = torch.randint(3, words, (2, 5))
     rows, columns = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 2])
     with torch.no_grad():
         torch.testing.assert_close(capped.logits(ids, rows, columns), capped.model(ids).logits[rows, columns])
-        plain = small_policy()
         torch.testing.assert_close(plain.logits(ids, rows, columns), plain.model(ids).logits[rows, columns])
     assert (capped._head_is_plain, plain._head_is_plain) == (False, True)
+
+
+def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:
+    ids = torch.tensor([[4, 5, 6], [7, 8, 9], [4, 5, 6]])
+    rows, columns = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 1, 2])
+    upstream = torch.randn(4, len(policy.tokenizer))
+    weight = policy.model.get_input_embeddings().weight
+    expected = policy.model(ids).logits[rows, columns]
+    seen = policy.logits(ids, rows, columns)
+    torch.testing.assert_close(seen, expected)
+    (grad,) = torch.autograd.grad((seen * upstream).sum(), weight)
+    (grad_expected,) = torch.autograd.grad((expected * upstream).sum(), weight)
+    torch.testing.assert_close(grad, grad_expected)
 
 
 def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:

@@ -60,32 +60,36 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def _generate_batch(self, prompts: list[np.ndarray]) -> list[Generation]:
-        input_ids, mask = self._pad_left(prompts)
+        # Equal prompts, as of a group's first turn, are read once.
+        distinct = {prompt.tobytes(): prompt for prompt in prompts}
+        place = {key: i for i, key in enumerate(distinct)}
+        input_ids, mask = self._pad_left(list(distinct.values()))
+        prompt_of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=input_ids.device)
+
         n, limit = len(prompts), self.config.max_response_tokens
         tokens = torch.zeros((n, limit), dtype=torch.int64, device=input_ids.device)
         logp = torch.zeros((n, limit), dtype=torch.float32, device=input_ids.device)
         lengths = torch.zeros(n, dtype=torch.int64, device=input_ids.device)
 
         cache = DynamicCache(config=self.policy.model.config)
+        logits = self._forward(input_ids, mask, cache)[prompt_of]
+        cache.batch_select_indices(prompt_of)
+        mask = None if mask is None else mask[prompt_of]
         rows = torch.arange(n, device=input_ids.device)  # those still being written
         for step in range(limit):
-            logits = self._forward(input_ids, mask, cache)
             chosen = self._sample(logits)
             tokens[rows, step] = chosen
             logp[rows, step] = cast(Tensor, token_logprobs(logits, chosen, temperature=self.temperature))
             lengths[rows] = step + 1
-            if step + 1 == limit:
-                break
-
             unfinished = (~torch.isin(chosen, self._eos)).nonzero().squeeze(-1)
-            if len(unfinished) == 0:
+            if step + 1 == limit or len(unfinished) == 0:
                 break
             if len(unfinished) < len(rows):
                 cache.batch_select_indices(unfinished)
                 rows, chosen = rows[unfinished], chosen[unfinished]
                 mask = None if mask is None else mask[unfinished]
-            input_ids = chosen.unsqueeze(-1)
             mask = None if mask is None else torch.cat([mask, mask.new_ones((len(rows), 1))], dim=1)
+            logits = self._forward(chosen.unsqueeze(-1), mask, cache)
 
         all_tokens, all_logp, all_lengths = tokens.cpu().numpy(), logp.cpu().numpy(), lengths.tolist()
         return [
