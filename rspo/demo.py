@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("First a start policy is cloned that hardly ever succeeds (about a minute), then RSPO+GRPO trains it.")
     folders = [_run(config, parsed.out)]
     if parsed.baseline:
-        start = [f"policy.path={parsed.out / 'start'}"]
-        folders.append(_run(apply_flags(default_config("grpo"), [*flags, *start]), parsed.out / "grpo"))
+        start = config.policy.path or parsed.out / "start"
+        baseline = apply_flags(default_config("grpo"), [*flags, f"policy.path={start}"])
+        folders.append(_run(baseline, parsed.out / "grpo"))
 
     labels = [METHOD_NAMES["rspo"], METHOD_NAMES["grpo"]][: len(folders)]
     picture = plot_runs(folders, parsed.out / "learning_curve.png", labels)

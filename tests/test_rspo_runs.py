@@ -11,6 +11,7 @@ import torch
 from rspo_toys import ParityEnv, small_config, small_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rspo import demo
 from rspo.agent import Agent
 from rspo.cli import main
 from rspo.config import Config, ConfigError
@@ -105,6 +106,18 @@ def test_train_eval_and_plot_through_the_command_line(
     assert "4 episodes" in capsys.readouterr().out
     assert main(["plot", str(out), str(out), "--out", str(tmp_path / "both.png"), "--labels", "a", "b"]) == 0
     assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
+def test_demo_starts_over_and_prints_its_table(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sets = [part for flag in flags_for(start, "evaluation.every=1") for part in ("--set", flag)]
+    for _ in range(2):
+        assert demo.main(["--out", str(tmp_path), "--steps", "2", "--baseline", *sets]) == 0
+        table = capsys.readouterr().out.split("held-out household tasks:")[1].split("\n\n")[1].splitlines()
+        names = [line.split()[0] for line in table[1:]]
+        assert names == ["start", "RSPO+GRPO", "GRPO"]
+        assert [line.split()[1] for line in table[1:]] == ["0", "2", "2"]
+        assert [line.split()[4] for line in table[1:]] == ["0", "30", "16"]
+    assert (tmp_path / "learning_curve.png").is_file()
 
 
 def test_errors_of_the_command_line_name_what_is_allowed(
