@@ -95,6 +95,11 @@ def on(device, x):
     return x.to(device) if isinstance(x, torch.Tensor) else x
 
 
+def leaf(x, device, dtype=None):
+    """A leaf of its own: .to() may return the very tensor."""
+    return x.detach().to(device, dtype, copy=True).requires_grad_()
+
+
 def close_decisions(problem) -> bool:
     """Whether some ratio lies so near a bound that half precision (or one ulp) may decide otherwise."""
     with torch.no_grad():
@@ -113,6 +118,7 @@ def _statistics(problem):
 
 def assert_gradients(problem, grads, wanted, tolerance):
     for name, actual, want in zip(("hidden", "weight", "bias"), grads, wanted, strict=True):
+        assert (actual is None) == (want is None), name
         if want is not None and want.numel():
             size = float(want.abs().max())
             assert_close(f"gradient of {name}", actual, want, rtol=tolerance, atol=tolerance * size + 1e-10)
@@ -124,7 +130,7 @@ def test_linear_policy_loss(place, problem, chunk_rows, exact_stats):
     if close_decisions(problem):
         return
     hidden, weight, bias = problem["hidden"], problem["weight"], problem["bias"]
-    leaves = [None if x is None else x.to(device).requires_grad_() for x in (hidden, weight, bias)]
+    leaves = [None if x is None else leaf(x, device) for x in (hidden, weight, bias)]
     loss, stats = linear_policy_loss(
         leaves[0], leaves[1], problem["targets"].to(device), problem["advantages"].to(device), bias=leaves[2],
         **on(device, problem["partners"]), segments=on(device, problem["segments"]), config=problem["config"],
@@ -149,8 +155,8 @@ def test_logits_policy_loss(place, problem, inplace, padded):
     config, segments = problem["config"], problem["segments"]
     n = problem["targets"].numel()
     padded = padded and config.ratio_level == "token" and config.aggregation == "token-mean" and n > 0
-    leaf = (problem["hidden"] @ problem["weight"].T).to(problem["dtype"]).to(device).requires_grad_()
-    logits = leaf * 1.0
+    source = (problem["hidden"] @ problem["weight"].T).to(problem["dtype"]).to(device).requires_grad_()
+    logits = source * 1.0
     shape = (2, n // 2) if padded and n % 2 == 0 else (1, n) if padded else (n,)
     tensors = {name: x if x is None else x.reshape(shape) for name, x in problem["partners"].items()}
     loss, stats = logits_policy_loss(
@@ -161,13 +167,13 @@ def test_logits_policy_loss(place, problem, inplace, padded):
     )  # fmt: skip
     (loss * problem["upstream"]).backward()
     identity = torch.eye(logits.shape[1])
-    loss_64, stats_64, grads_64 = expected(problem, leaf.detach().cpu(), identity, None)
-    assert leaf.grad.dtype == leaf.dtype
+    loss_64, stats_64, grads_64 = expected(problem, source.detach().cpu(), identity, None)
+    assert source.grad.dtype == source.dtype
     # In half precision the gradient is rounded once when made and once when scaled.
-    tolerance = 2e-4 if leaf.dtype == torch.float32 else 2 * EPS[leaf.dtype]
+    tolerance = 2e-4 if source.dtype == torch.float32 else 2 * EPS[source.dtype]
     floor = 1e-5 * float(grads_64[0].abs().max()) + 1e-10 if n else 0.0
     no_zeros = torch.zeros(n, dtype=torch.bool)
-    assert_rows_close("gradient", leaf.grad, grads_64[0], rtol=tolerance, floor=floor, zero=no_zeros)
+    assert_rows_close("gradient", source.grad, grads_64[0], rtol=tolerance, floor=floor, zero=no_zeros)
     size = max(1.0, float(stats_64["ratio_max"]))
     assert_close("loss", loss, loss_64, rtol=2e-4, atol=2e-5 * size * float(problem["advantages"].abs().sum() + 10))
     for name in STATS:
@@ -183,7 +189,7 @@ def test_linear_token_logprobs(place, problem, chunk_rows, with_entropy):
     upstream = upstream * (torch.rand(upstream.shape, generator=rng) < 0.7)
     results = []
     for op, dtype, where in ((linear_token_logprobs, torch.float32, device), (None, torch.float64, "cpu")):
-        leaves = [None if x is None else x.to(where, dtype).requires_grad_() for x in (hidden, weight, bias)]
+        leaves = [None if x is None else leaf(x, where, dtype) for x in (hidden, weight, bias)]
         options = {"mask": problem["partners"]["mask"].to(where), **problem["transform"]}
         targets = problem["targets"].to(where)
         if op is None:
@@ -324,7 +330,7 @@ def test_half_precision_heads(place, dtype):
     old = token_logprobs(hidden.double() @ weight.double().T, targets).float()
 
     def gradients(function, dtype, where):
-        leaves = [x.to(where, dtype).requires_grad_() for x in (hidden, weight)]
+        leaves = [leaf(x, where, dtype) for x in (hidden, weight)]
         function(*leaves).backward()
         return [x.grad.double().cpu() for x in leaves]
 
