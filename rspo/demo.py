@@ -81,14 +81,14 @@ def _table(folders: Sequence[Path], labels: Sequence[str]) -> str:
 
 
 def _example(policy: Policy, env: BatchedEnv, config: Config) -> str:
-    """The longest solved episode of some held-out ones, action by action."""
+    """A solved episode of median length among some held-out ones, action by action."""
     episodes = play(policy, env, config, split="eval", episodes=64, temperature=config.evaluation.temperature)
     solved = [trajectory for trajectory in episodes if trajectory.won]
     if not solved:
         return "It solved none of 64 more held-out episodes."
-    longest = max(solved, key=len)
-    actions = "\n".join(f"  {turn.action}" for turn in longest.turns)
-    return f"One of the {len(solved)} of 64 episodes that it solves now: {longest.task}\n{actions}"
+    shown = sorted(solved, key=len)[len(solved) // 2]
+    actions = "\n".join(f"  {turn.action}" for turn in shown.turns)
+    return f"One of the {len(solved)} of 64 more held-out episodes that it solves now: {shown.task}\n{actions}"
 
 
 if __name__ == "__main__":
