@@ -30,6 +30,12 @@ if not torch.cuda.is_available():
     PLACES = [("cpu", "torch"), ("cpu", "triton")]
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random tensors in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(params=PLACES, ids=lambda place: "-".join(place))
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """(device, backend) to run an op in."""

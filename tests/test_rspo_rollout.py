@@ -93,9 +93,11 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
 
 
 def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:
+    policy = policy.copy()
+    policy.model.double()  # the two add up in different orders
     ids = torch.tensor([[4, 5, 6], [7, 8, 9], [4, 5, 6]])
     rows, columns = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 1, 2])
-    upstream = torch.randn(4, len(policy.tokenizer))
+    upstream = torch.randn(4, len(policy.tokenizer), dtype=torch.float64)
     weight = policy.model.get_input_embeddings().weight
     expected = policy.model(ids).logits[rows, columns]
     seen = policy.logits(ids, rows, columns)
