@@ -93,18 +93,18 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
 
 
 def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:
-    policy = policy.copy()
-    policy.model.double()  # the two add up in different orders
     ids = torch.tensor([[4, 5, 6], [7, 8, 9], [4, 5, 6]])
     rows, columns = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 1, 2])
-    upstream = torch.randn(4, len(policy.tokenizer), dtype=torch.float64)
+    upstream = torch.randn(4, len(policy.tokenizer))
     weight = policy.model.get_input_embeddings().weight
     expected = policy.model(ids).logits[rows, columns]
     seen = policy.logits(ids, rows, columns)
     torch.testing.assert_close(seen, expected)
     (grad,) = torch.autograd.grad((seen * upstream).sum(), weight)
     (grad_expected,) = torch.autograd.grad((expected * upstream).sum(), weight)
-    torch.testing.assert_close(grad, grad_expected)
+    # The two add up in different orders; a row counted once too little would be off by its whole share.
+    size = float(grad_expected.abs().max())
+    torch.testing.assert_close(grad, grad_expected, rtol=1e-4, atol=1e-5 * size)
 
 
 def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:
