@@ -1,0 +1,82 @@
+"""python -m bench <suite> [--device cpu|cuda] [--quick] [--out DIR] [--peers liger trl ...]
+
+Every suite prints its table and leaves <suite>.json, <suite>.md and, where there is something to see, <suite>.png in
+bench/results/<device>/ (or --out).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .report import RESULTS, Report
+
+SUITES = {
+    "kernels": "time and peak memory of every op beside its peers",
+    "traffic": "bytes that each Triton kernel reads and writes, counted in the interpreter; no GPU",
+    "compile": "registers, spills, load widths and instructions of the compiled kernels; no GPU",
+    "trainer": "where a GRPO and an RSPO update spend their time",
+}
+"""Suites and what they show. The module `bench.<suite>` has:
+
+    run(options) -> Report                  the work
+    table(report) -> str                    the report as Markdown, with its caption
+    plot(report, path) -> None              optional: the picture
+    add_arguments(parser) -> None           optional: options of its own
+    compare(report, before) -> list[str]    optional: what got worse since an earlier report, a line each
+"""
+
+
+def suite(name: str) -> Any:
+    return import_module(f".{name}", __package__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    module = suite(options.suite)
+    report: Report = module.run(options)
+    folder = options.out or RESULTS / report.device
+    text = module.table(report)
+    print(text)
+    faults = []
+    if options.compare is not None:
+        faults = module.compare(report, Report.read(options.compare))
+        print("\n".join([f"\n{len(faults)} differences from {options.compare}", *faults]))
+    else:
+        save(module, report, folder, text)
+        print(f"\nwritten to {folder}")
+    return 1 if faults or any(row.get("fault") for row in report.rows) else 0
+
+
+def save(module: Any, report: Report, folder: Path, text: str) -> None:
+    report.write(folder / f"{report.suite}.json")
+    (folder / f"{report.suite}.md").write_text(text + "\n", encoding="utf-8")
+    if hasattr(module, "plot"):
+        module.plot(report, folder / f"{report.suite}.png")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    suites = parser.add_subparsers(dest="suite", required=True)
+    for name, what in SUITES.items():
+        sub = suites.add_parser(name, help=what, description=what)
+        sub.add_argument(
+            "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
+        )
+        sub.add_argument("--quick", action="store_true", help="few shapes and repetitions, to see that it runs")
+        sub.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<device>")
+        sub.add_argument("--peers", nargs="*", metavar="NAME", help="only these providers beside ours; default: all")
+        module = suite(name)
+        if hasattr(module, "add_arguments"):
+            module.add_arguments(sub)
+        sub.set_defaults(compare=None)
+        if hasattr(module, "compare"):
+            sub.add_argument("--compare", type=Path, metavar="FILE", help="write nothing; fail where worse than FILE")
+    return parser.parse_args(arguments)
