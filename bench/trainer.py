@@ -1,0 +1,445 @@
+"""Where a GRPO update and an RSPO update spend their time, and how much of it is the trainer's own.
+
+Two trainers at household's default sizes take turns in one run, from one start policy and on one thread: an RSPO loop
+(k updates of agent B, its collection, k updates of agent A), then as many GRPO updates. The trainer runs as it is; a
+stopwatch takes the place of its timer, and the calls that its blocks consist of are wrapped to report their own phase.
+
+    model          forward passes of generation, of old log-probs and of the update, sampling, backward
+    environment    reset, step, prompts as text, projection of answers
+    optimizer      gradient clipping and AdamW
+    ours           all else: log-probs and loss with their gradients up to the logits, advantages, tokenisation, padding
+                   and packing, replay, records, agent B's copy, checkpoints, and Python between them
+
+A phase's seconds are the median over the measured updates, an update's seconds the sum of its phases. **Our share** is
+the sum of our phases over the sum of all. Evaluations are no part of an update and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+
+import rspo.engines.transformers_engine
+import rspo.models
+import rspo.trainer
+from rspo.agent import Agent
+from rspo.bookkeeping import Bookkeeper
+from rspo.config import Config, default_config
+from rspo.config_io import apply_flags
+from rspo.engines import TransformersEngine
+from rspo.envs.household import VOCABULARY
+from rspo.models import Policy, tiny_policy
+from rspo.replay import ReplayBuffer
+from rspo.runs import build_env, open_run, set_threads
+from rspo.timing import PhaseTimer
+from rspo.trainer import Trainer
+from rspo.trajectory import Trajectory
+from rspo.update import Mixture, UpdateStatistics
+from rspo.warmup import warm_up
+
+from .report import Report, environment, folder_name, markdown
+
+PHASES = {
+    "generation": "model",
+    "old log-probs": "model",
+    "forward": "model",
+    "backward": "model",
+    "optimizer": "optimizer",
+    "environment": "environment",
+    "log-probs": "ours",
+    "loss": "ours",
+    "advantages": "ours",
+    "rollout": "ours",
+    "packing": "ours",
+    "replay": "ours",
+    "agent B": "ours",
+    "records": "ours",
+    "checkpoint": "ours",
+    "other": "ours",
+}
+"""Phases in the order of the tables, and whose they are."""
+
+OWNERS = tuple(dict.fromkeys(PHASES.values()))
+
+BLOCKS = {
+    "environment": "rollout",
+    "generation": "packing",
+    "batch": "packing",
+    "logprobs": "packing",
+    "loss_backward": "packing",
+    "optimizer": "optimizer",
+}
+"""The trainer's own blocks, and the phase of what is left of each once the calls inside it have reported theirs."""
+
+STAGES = {
+    "grpo/update": "GRPO update",
+    "rspo/dense": "RSPO B-update",
+    "rspo/collect": "RSPO collection",
+    "rspo/update": "RSPO A-update",
+    "rspo/branch": "agent B's start, once a loop",
+    "grpo/checkpoint": "checkpoint",
+}
+WHOLES = {"grpo": "GRPO, an update in all", "rspo": "RSPO, an A-update in all"}
+
+SHORT_WARMUP = (
+    "warmup.trajectories=600",
+    "warmup.check_episodes=512",
+    "warmup.band=[0.004, 1.0]",
+    "warmup.held_out_band=[0.0, 1.0]",
+    "evaluation.episodes=64",
+)
+"""Until a few episodes in a thousand succeed: answers are then words in the right order, as in training."""
+
+
+class Stopwatch(PhaseTimer):
+    """The trainer's timer with finer phases, cut into stages. Waits for the device wherever a phase begins or ends."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.block = ""
+        self.stages: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
+        """A block of the trainer."""
+        self.block = phase
+        return self.phase(BLOCKS[phase])
+
+    def phase(self, phase: str) -> AbstractContextManager[None]:
+        """A call inside it."""
+        return super().__call__(phase)
+
+    def model_phase(self) -> str:
+        """What a forward pass is for, by the block that it happens in."""
+        return {"generation": "generation", "logprobs": "old log-probs", "branch": "agent B"}.get(self.block, "forward")
+
+    def switch(self, phase: str) -> None:
+        """The innermost phase becomes another one."""
+        self._credit()
+        self._phases[-1] = phase
+
+    def cut(self, stage: str, **counts: float) -> None:
+        """What was measured since the last cut was this stage."""
+        self.stages[stage].append({**self.take(), **counts})
+
+    @contextmanager
+    def apart(self, stage: str) -> Iterator[None]:
+        """A block that is a stage of its own, in the midst of another."""
+        self._credit()
+        outer = self.seconds.copy()
+        self.seconds.clear()
+        yield
+        self.cut(stage)
+        self.seconds.update(outer)
+
+    def _credit(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        super()._credit()
+
+
+def run(options: argparse.Namespace) -> Report:
+    """Measure; `options.rounds` RSPO loops and as many times k GRPO updates, after one unmeasured round."""
+    config = apply_flags(default_config("rspo"), [f"policy.device={options.device}", *options.set])
+    transformers_logging.disable_progress_bar()
+    set_threads(config)
+    torch.manual_seed(config.run.seed)
+    rounds = options.rounds or (2 if options.quick else 4)
+    with tempfile.TemporaryDirectory() as scratch:
+        start, how = _start(config, options, Path(scratch))
+        flags = [f"policy.path={start}", "run.steps=1000000", "run.save_every=0", "evaluation.every=0"]
+        trainers = {
+            method: open_run(
+                apply_flags(default_config(method), [f"policy.device={options.device}", *options.set, *flags]),
+                Path(scratch) / method,
+                progress=False,
+            )
+            for method in WHOLES
+        }
+        stages = measure(trainers, rounds)
+    rows = [stage_row(name, stages[key]) for key, name in STAGES.items()]
+    per = {"grpo": {"GRPO update": 1.0}, "rspo": {"RSPO B-update": 1.0, "RSPO A-update": 1.0}}
+    for name in ("RSPO collection", "agent B's start, once a loop"):
+        per["rspo"][name] = 1 / config.swap.k
+    for parts in per.values():
+        parts["checkpoint"] = 1 / config.run.save_every if config.run.save_every else 0.0
+    rows += [whole_row(name, {row["stage"]: row for row in rows}, per[method]) for method, name in WHOLES.items()]
+    policy = trainers["grpo"].agent.policy
+    settings = {
+        "start": how,
+        "parameters": policy.num_parameters,
+        "rounds": rounds,
+        "tasks": config.rollout.tasks,
+        "group_size": config.rollout.group_size,
+        "k": config.swap.k,
+        "save_every": config.run.save_every,
+        "phases": PHASES,
+    }
+    return Report("trainer", folder_name(torch.device(options.device)), environment(options.device), settings, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, metavar="N", help="RSPO loops, of k updates each; default: 4, quick: 2")
+    parser.add_argument("--policy", type=Path, metavar="DIR", help="start from a saved policy instead of a short warm-up")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any setting")
+
+
+def _start(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, str]:
+    """The folder of the start policy, and what it is in words."""
+    if options.policy is not None:
+        return options.policy, str(options.policy)
+    env, folder = build_env(config), scratch / "start"
+    if options.quick:
+        policy, how = tiny_policy(VOCABULARY, config.run.seed, config.policy), "untrained"
+    else:
+        policy, success = warm_up(env, apply_flags(config, list(SHORT_WARMUP)), progress=False)
+        how = f"short warm-up, {success:.1%} success"
+    policy.save(folder)
+    return folder, how
+
+
+def measure(trainers: Mapping[str, Trainer], rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Stages of each method, `<method>/<stage>`: seconds by phase and tokens of each time that it was run."""
+    watch = Stopwatch(trainers["grpo"].agent.policy.device)
+    with watched(watch, trainers):
+        for i in range(1 + rounds):
+            if i == 1:
+                watch.stages.clear()  # the first round warmed up: allocator, caches, the optimiser's state
+            for name, trainer in trainers.items():
+                for _ in range(1 if name == "rspo" else trainer.config.swap.k):
+                    with watch.phase("other"):
+                        trainer._loop()
+                with watch.apart(f"{name}/checkpoint"), watch.phase("checkpoint"):
+                    trainer._save(trainer.folder / "checkpoints" / "bench")
+    return dict(watch.stages)
+
+
+@contextmanager
+def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]:
+    """Every call that has a phase of its own reports it."""
+    with ExitStack() as stack:
+
+        def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+            original = getattr(owner, name)
+            wrapped = functools.wraps(original)(functools.partial(wrapper, original))
+            # A partial does not bind to instances.
+            stack.enter_context(mock.patch.object(owner, name, lambda *a, **k: wrapped(*a, **k)))
+
+        def phase(owner: Any, name: str, label: str) -> None:
+            def call(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+                with watch.phase(label):
+                    return original(*arguments, **options)
+
+            patch(owner, name, call)
+
+        for trainer in trainers.values():
+            stack.enter_context(mock.patch.object(trainer, "timer", watch))
+            phase(trainer, "estimator", "advantages")
+            model = trainer.agent.policy.model
+            for module in {model, model.base_model, model.get_output_embeddings()} - {None}:
+                stack.enter_context(_timed_forward(module, watch))
+        for name in ("reset", "step", "render_prompt", "project"):
+            phase(type(next(iter(trainers.values())).env), name, "environment")
+        for owner, name, label in (
+            (TransformersEngine, "_sample", "generation"),
+            (rspo.engines.transformers_engine, "token_logprobs", "log-probs"),
+            (rspo.models, "token_logprobs", "log-probs"),
+            (Mixture, "loss", "loss"),
+            (rspo.trainer, "relabel", "advantages"),
+            (rspo.trainer, "zero_advantage_fraction", "records"),
+            (UpdateStatistics, "add", "records"),
+            (UpdateStatistics, "result", "records"),
+            *((ReplayBuffer, name, "replay") for name in ("add", "sample", "clear")),
+        ):
+            phase(owner, name, label)
+        patch(Tensor, "backward", functools.partial(_backward, watch))
+        patch(Policy, "logits", functools.partial(_switch_at_gradient, watch, "backward"))
+        patch(Policy, "logprobs", functools.partial(_switch_at_gradient, watch, "log-probs"))
+        patch(Agent, "branch", functools.partial(_branch, watch))
+        patch(Bookkeeper, "record", functools.partial(_record, watch))
+        yield
+
+
+@contextmanager
+def _timed_forward(module: nn.Module, watch: Stopwatch) -> Iterator[None]:
+    """Hooks, which agent B's copy of the model keeps."""
+    running = []
+
+    def begin(*_: Any) -> None:
+        running.append(watch.phase(watch.model_phase()))
+        running[-1].__enter__()
+
+    def end(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _backward(watch: Stopwatch, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    with watch.phase("loss"):
+        original(*arguments, **options)
+
+
+def _switch_at_gradient(
+    watch: Stopwatch, phase: str, original: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Once the gradient of what this returns is known, the backward pass is in another phase."""
+    output = original(*arguments, **options)
+    tensor = output[0] if isinstance(output, tuple) else output
+    if tensor.requires_grad:
+        tensor.register_hook(lambda _: watch.switch(phase))
+    return output
+
+
+def _branch(watch: Stopwatch, original: Callable[..., Agent], *arguments: Any, **options: Any) -> Agent:
+    watch.block = "branch"
+    with watch.apart("rspo/branch"), watch.phase("agent B"):
+        return original(*arguments, **options)
+
+
+def _record(
+    watch: Stopwatch,
+    original: Callable[..., None],
+    books: Bookkeeper,
+    kind: str,
+    trajectories: Sequence[Trajectory],
+    stats: Mapping[str, float],
+) -> None:
+    """A record ends a stage."""
+    with watch.phase("records"):
+        original(books, kind, trajectories, stats)
+    sampled = sum(trajectory.num_tokens for trajectory in trajectories)
+    read = sum(len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns)
+    watch.cut(f"{books.config.method}/{kind}", sampled=sampled, read=read)
+
+
+def stage_row(name: str, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Medians over the times that a stage was run, and quantiles of its whole time."""
+
+    def median(key: str) -> float:
+        return statistics.median([time.get(key, 0.0) for time in times])
+
+    wholes = torch.tensor([sum(time.get(f"seconds/{phase}", 0.0) for phase in PHASES) for time in times])
+    low, high = wholes.quantile(torch.tensor([0.2, 0.8])).tolist()
+    phases = {phase: median(f"seconds/{phase}") for phase in PHASES}
+    return _row(name, len(times), phases, median("sampled"), median("read"), low, high)
+
+
+def whole_row(name: str, rows: Mapping[str, Mapping[str, Any]], parts: Mapping[str, float]) -> dict[str, Any]:
+    """A method's update in all, with its share of what happens less often: the sum of `parts`, stages and weights."""
+
+    def add_up(key: str) -> float:
+        return sum(weight * rows[part][key] for part, weight in parts.items())
+
+    phases = {phase: add_up(f"seconds/{phase}") for phase in PHASES}
+    times = min(rows[part]["times"] for part in parts)
+    return _row(name, times, phases, *(add_up(key) for key in ("sampled", "read", "seconds_q20", "seconds_q80")))
+
+
+def _row(
+    name: str, times: int, phases: Mapping[str, float], sampled: float, read: float, low: float, high: float
+) -> dict[str, Any]:
+    whole = sum(phases.values())
+    shares = {whose: sum(s for p, s in phases.items() if PHASES[p] == whose) / whole for whose in OWNERS}
+    return {
+        "stage": name,
+        "times": times,
+        "seconds": round(whole, 6),
+        "seconds_q20": round(low, 6),
+        "seconds_q80": round(high, 6),
+        **{f"share/{whose}": round(share, 5) for whose, share in shares.items()},
+        "sampled": round(sampled),
+        "read": round(read),
+        "sampled_per_s": round(sampled / whole),
+        "tokens_per_s": round((sampled + read) / whole),
+        **{f"seconds/{phase}": round(seconds, 6) for phase, seconds in phases.items()},
+    }
+
+
+def table(report: Report) -> str:
+    """Two tables: stages with shares and rates, and the phases of the two methods' updates."""
+    percent = "{:.1%}".format
+    head = ["stage", "ms", "20 to 80 % of them", *OWNERS, "response tokens/s", "with prompts"]
+    lines = [
+        [
+            row["stage"],
+            f"{1e3 * row['seconds']:,.0f}",
+            f"{1e3 * row['seconds_q20']:,.0f} to {1e3 * row['seconds_q80']:,.0f}",
+            *(percent(row[f"share/{whose}"]) for whose in OWNERS),
+            *(f"{row[rate]:,}" if row[rate] else "" for rate in ("sampled_per_s", "tokens_per_s")),
+        ]
+        for row in report.rows
+    ]
+    wholes = [row for row in report.rows if row["stage"] in WHOLES.values()]
+    phases = [
+        [phase, whose]
+        + [
+            cell
+            for row in wholes
+            for cell in (f"{1e3 * row[f'seconds/{phase}']:,.1f}", percent(row[f"seconds/{phase}"] / row["seconds"]))
+        ]
+        for phase, whose in PHASES.items()
+    ]
+    settings = report.settings
+    names = [cell for row in wholes for cell in (f"{row['stage']}, ms", "share")]
+    return "\n\n".join([
+        "# Where a training step's time goes",
+        f"Household at the default sizes ({settings['tasks']} tasks of {settings['group_size']}, k ="
+        f" {settings['k']}), a model of {settings['parameters']:,} weights (start: {settings['start']}),"
+        f" {report.environment['threads']} thread; medians over {settings['rounds'] * settings['k']} updates of each"
+        " method, which took turns. Ours is all that is neither a pass of the model (forward, sampling, backward), nor"
+        f" the environment, nor the optimiser. A checkpoint is written every {settings['save_every']} updates;"
+        " evaluations are left out.",
+        markdown(head, lines),
+        markdown(["phase", "whose", *names], phases),
+        report.caption,
+    ])  # fmt: skip
+
+
+def plot(report: Report, path: Path) -> None:
+    """A stacked bar for each stage, phases in the colours of whom they belong to."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = [row for row in report.rows if row["sampled"]]
+    tints = {"model": "Blues_r", "optimizer": "Purples_r", "environment": "Greens_r", "ours": "Oranges_r"}
+    figure, axes = plt.subplots(figsize=(10, 0.6 * len(rows) + 2.4), layout="constrained")
+    left = [0.0] * len(rows)
+    for whose in OWNERS:
+        phases = [phase for phase, owner in PHASES.items() if owner == whose and any(_ms(r, phase) > 0.5 for r in rows)]
+        for phase, tint in zip(phases, torch.linspace(0.15, 0.75, len(phases)).tolist(), strict=True):
+            widths = [_ms(row, phase) for row in rows]
+            colour = matplotlib.colormaps[tints[whose]](tint)
+            axes.barh([row["stage"] for row in rows], widths, left=left, label=phase, color=colour)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+    for i, row in enumerate(rows):
+        axes.text(left[i], i, f"  ours {row['share/ours']:.0%}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.12 * max(left))
+    axes.set_xlabel("ms, median")
+    axes.set_title("Where a training step's time goes (orange: ours)")
+    axes.legend(ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.16), frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _ms(row: Mapping[str, Any], phase: str) -> float:
+    return 1e3 * float(row[f"seconds/{phase}"])
