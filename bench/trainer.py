@@ -4,7 +4,8 @@ Two trainers at household's default sizes take turns in one run, from one start 
 (k updates of agent B, its collection, k updates of agent A), then as many GRPO updates. The trainer runs as it is; a
 stopwatch takes the place of its timer, and the calls that its blocks consist of are wrapped to report their own phase.
 
-    model          forward passes of generation, of old log-probs and of the update, sampling, backward
+    model          generation (forward passes, its cache, sampling), forward passes for old log-probs and of the update,
+                   backward
     environment    reset, step, prompts as text, projection of answers
     optimizer      gradient clipping and AdamW
     ours           all else: log-probs and loss with their gradients up to the logits, advantages, tokenisation, padding
@@ -17,71 +18,25 @@ the sum of our phases over the sum of all. Evaluations are no part of an update 
 from __future__ import annotations
 
 import argparse
-import functools
 import statistics
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-import rspo.engines.transformers_engine
-import rspo.models
-import rspo.trainer
-from rspo.agent import Agent
-from rspo.bookkeeping import Bookkeeper
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
-from rspo.engines import TransformersEngine
 from rspo.envs.household import VOCABULARY
-from rspo.models import Policy, tiny_policy
-from rspo.replay import ReplayBuffer
+from rspo.models import tiny_policy
 from rspo.runs import build_env, open_run, set_threads
-from rspo.timing import PhaseTimer
-from rspo.trainer import Trainer
-from rspo.trajectory import Trajectory
-from rspo.update import Mixture, UpdateStatistics
 from rspo.warmup import warm_up
 
 from .report import Report, environment, folder_name, markdown
-
-PHASES = {
-    "generation": "model",
-    "old log-probs": "model",
-    "forward": "model",
-    "backward": "model",
-    "optimizer": "optimizer",
-    "environment": "environment",
-    "log-probs": "ours",
-    "loss": "ours",
-    "advantages": "ours",
-    "rollout": "ours",
-    "packing": "ours",
-    "replay": "ours",
-    "agent B": "ours",
-    "records": "ours",
-    "checkpoint": "ours",
-    "other": "ours",
-}
-"""Phases in the order of the tables, and whose they are."""
-
-OWNERS = tuple(dict.fromkeys(PHASES.values()))
-
-BLOCKS = {
-    "environment": "rollout",
-    "generation": "packing",
-    "batch": "packing",
-    "logprobs": "packing",
-    "loss_backward": "packing",
-    "optimizer": "optimizer",
-}
-"""The trainer's own blocks, and the phase of what is left of each once the calls inside it have reported theirs."""
+from .stopwatch import OWNERS, PHASES, measure
 
 STAGES = {
     "grpo/update": "GRPO update",
@@ -103,80 +58,30 @@ SHORT_WARMUP = (
 """Until a few episodes in a thousand succeed: answers are then words in the right order, as in training."""
 
 
-class Stopwatch(PhaseTimer):
-    """The trainer's timer with finer phases, cut into stages. Waits for the device wherever a phase begins or ends."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.block = ""
-        self.stages: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-
-    def __call__(self, phase: str) -> AbstractContextManager[None]:
-        """A block of the trainer."""
-        self.block = phase
-        return self.phase(BLOCKS[phase])
-
-    def phase(self, phase: str) -> AbstractContextManager[None]:
-        """A call inside it."""
-        return super().__call__(phase)
-
-    def model_phase(self) -> str:
-        """What a forward pass is for, by the block that it happens in."""
-        return {"generation": "generation", "logprobs": "old log-probs", "branch": "agent B"}.get(self.block, "forward")
-
-    def switch(self, phase: str) -> None:
-        """The innermost phase becomes another one."""
-        self._credit()
-        self._phases[-1] = phase
-
-    def cut(self, stage: str, **counts: float) -> None:
-        """What was measured since the last cut was this stage."""
-        self.stages[stage].append({**self.take(), **counts})
-
-    @contextmanager
-    def apart(self, stage: str) -> Iterator[None]:
-        """A block that is a stage of its own, in the midst of another."""
-        self._credit()
-        outer = self.seconds.copy()
-        self.seconds.clear()
-        yield
-        self.cut(stage)
-        self.seconds.update(outer)
-
-    def _credit(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        super()._credit()
-
-
 def run(options: argparse.Namespace) -> Report:
-    """Measure; `options.rounds` RSPO loops and as many times k GRPO updates, after one unmeasured round."""
+    """Measure; `options.rounds` RSPO loops and as many times k GRPO updates, after some unmeasured ones."""
     config = apply_flags(default_config("rspo"), [f"policy.device={options.device}", *options.set])
     transformers_logging.disable_progress_bar()
     set_threads(config)
     torch.manual_seed(config.run.seed)
-    rounds = options.rounds or (2 if options.quick else 4)
-    with tempfile.TemporaryDirectory() as scratch:
-        start, how = _start(config, options, Path(scratch))
+    rounds = options.rounds or (1 if options.quick else 3)
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        start, how = _start(config, options, scratch)
         flags = [f"policy.path={start}", "run.steps=1000000", "run.save_every=0", "evaluation.every=0"]
+        flags = [f"policy.device={options.device}", *options.set, *flags]
         trainers = {
-            method: open_run(
-                apply_flags(default_config(method), [f"policy.device={options.device}", *options.set, *flags]),
-                Path(scratch) / method,
-                progress=False,
-            )
+            method: open_run(apply_flags(default_config(method), flags), scratch / method, progress=False)
             for method in WHOLES
         }
+        for trainer in trainers.values():
+            stack.callback(trainer.close)
+        policy = trainers["grpo"].agent.policy
         stages = measure(trainers, rounds)
-    rows = [stage_row(name, stages[key]) for key, name in STAGES.items()]
-    per = {"grpo": {"GRPO update": 1.0}, "rspo": {"RSPO B-update": 1.0, "RSPO A-update": 1.0}}
-    for name in ("RSPO collection", "agent B's start, once a loop"):
-        per["rspo"][name] = 1 / config.swap.k
-    for parts in per.values():
-        parts["checkpoint"] = 1 / config.run.save_every if config.run.save_every else 0.0
-    rows += [whole_row(name, {row["stage"]: row for row in rows}, per[method]) for method, name in WHOLES.items()]
-    policy = trainers["grpo"].agent.policy
+    rows = {name: stage_row(name, stages[key]) for key, name in STAGES.items() if key in stages}
+    for method, parts in _parts(config).items():
+        found = {part: weight for part, weight in parts.items() if part in rows}
+        rows[WHOLES[method]] = whole_row(WHOLES[method], rows, found)
     settings = {
         "start": how,
         "parameters": policy.num_parameters,
@@ -187,13 +92,26 @@ def run(options: argparse.Namespace) -> Report:
         "save_every": config.run.save_every,
         "phases": PHASES,
     }
-    return Report("trainer", folder_name(torch.device(options.device)), environment(options.device), settings, rows)
+    return Report(
+        "trainer", folder_name(torch.device(options.device)), environment(options.device), settings, [*rows.values()]
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, metavar="N", help="RSPO loops, of k updates each; default: 4, quick: 2")
-    parser.add_argument("--policy", type=Path, metavar="DIR", help="start from a saved policy instead of a short warm-up")
+    parser.add_argument("--rounds", type=int, metavar="N", help="RSPO loops, of k updates each; default: 3, quick: 1")
+    parser.add_argument("--policy", type=Path, metavar="DIR", help="start from this saved policy, not a short warm-up")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any setting")
+
+
+def _parts(config: Config) -> dict[str, dict[str, float]]:
+    """How often each stage happens for one update of agent A (B's k updates are as many as A's)."""
+    saves = 1 / config.run.save_every if config.run.save_every else 0.0
+    once = 1 / config.swap.k
+    names = [STAGES[key] for key in ("rspo/dense", "rspo/update", "rspo/branch", "rspo/collect", "grpo/checkpoint")]
+    return {
+        "grpo": {STAGES["grpo/update"]: 1.0, STAGES["grpo/checkpoint"]: saves},
+        "rspo": dict(zip(names, (1.0, 1.0, once, once, saves), strict=True)),
+    }
 
 
 def _start(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[Path, str]:
@@ -208,124 +126,6 @@ def _start(config: Config, options: argparse.Namespace, scratch: Path) -> tuple[
         how = f"short warm-up, {success:.1%} success"
     policy.save(folder)
     return folder, how
-
-
-def measure(trainers: Mapping[str, Trainer], rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Stages of each method, `<method>/<stage>`: seconds by phase and tokens of each time that it was run."""
-    watch = Stopwatch(trainers["grpo"].agent.policy.device)
-    with watched(watch, trainers):
-        for i in range(1 + rounds):
-            if i == 1:
-                watch.stages.clear()  # the first round warmed up: allocator, caches, the optimiser's state
-            for name, trainer in trainers.items():
-                for _ in range(1 if name == "rspo" else trainer.config.swap.k):
-                    with watch.phase("other"):
-                        trainer._loop()
-                with watch.apart(f"{name}/checkpoint"), watch.phase("checkpoint"):
-                    trainer._save(trainer.folder / "checkpoints" / "bench")
-    return dict(watch.stages)
-
-
-@contextmanager
-def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]:
-    """Every call that has a phase of its own reports it."""
-    with ExitStack() as stack:
-
-        def patch(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-            original = getattr(owner, name)
-            wrapped = functools.wraps(original)(functools.partial(wrapper, original))
-            # A partial does not bind to instances.
-            stack.enter_context(mock.patch.object(owner, name, lambda *a, **k: wrapped(*a, **k)))
-
-        def phase(owner: Any, name: str, label: str) -> None:
-            def call(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-                with watch.phase(label):
-                    return original(*arguments, **options)
-
-            patch(owner, name, call)
-
-        for trainer in trainers.values():
-            stack.enter_context(mock.patch.object(trainer, "timer", watch))
-            phase(trainer, "estimator", "advantages")
-            model = trainer.agent.policy.model
-            for module in {model, model.base_model, model.get_output_embeddings()} - {None}:
-                stack.enter_context(_timed_forward(module, watch))
-        for name in ("reset", "step", "render_prompt", "project"):
-            phase(type(next(iter(trainers.values())).env), name, "environment")
-        for owner, name, label in (
-            (TransformersEngine, "_sample", "generation"),
-            (rspo.engines.transformers_engine, "token_logprobs", "log-probs"),
-            (rspo.models, "token_logprobs", "log-probs"),
-            (Mixture, "loss", "loss"),
-            (rspo.trainer, "relabel", "advantages"),
-            (rspo.trainer, "zero_advantage_fraction", "records"),
-            (UpdateStatistics, "add", "records"),
-            (UpdateStatistics, "result", "records"),
-            *((ReplayBuffer, name, "replay") for name in ("add", "sample", "clear")),
-        ):
-            phase(owner, name, label)
-        patch(Tensor, "backward", functools.partial(_backward, watch))
-        patch(Policy, "logits", functools.partial(_switch_at_gradient, watch, "backward"))
-        patch(Policy, "logprobs", functools.partial(_switch_at_gradient, watch, "log-probs"))
-        patch(Agent, "branch", functools.partial(_branch, watch))
-        patch(Bookkeeper, "record", functools.partial(_record, watch))
-        yield
-
-
-@contextmanager
-def _timed_forward(module: nn.Module, watch: Stopwatch) -> Iterator[None]:
-    """Hooks, which agent B's copy of the model keeps."""
-    running = []
-
-    def begin(*_: Any) -> None:
-        running.append(watch.phase(watch.model_phase()))
-        running[-1].__enter__()
-
-    def end(*_: Any) -> None:
-        running.pop().__exit__(None, None, None)
-
-    handles = [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
-    yield
-    for handle in handles:
-        handle.remove()
-
-
-def _backward(watch: Stopwatch, original: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    with watch.phase("loss"):
-        original(*arguments, **options)
-
-
-def _switch_at_gradient(
-    watch: Stopwatch, phase: str, original: Callable[..., Any], *arguments: Any, **options: Any
-) -> Any:
-    """Once the gradient of what this returns is known, the backward pass is in another phase."""
-    output = original(*arguments, **options)
-    tensor = output[0] if isinstance(output, tuple) else output
-    if tensor.requires_grad:
-        tensor.register_hook(lambda _: watch.switch(phase))
-    return output
-
-
-def _branch(watch: Stopwatch, original: Callable[..., Agent], *arguments: Any, **options: Any) -> Agent:
-    watch.block = "branch"
-    with watch.apart("rspo/branch"), watch.phase("agent B"):
-        return original(*arguments, **options)
-
-
-def _record(
-    watch: Stopwatch,
-    original: Callable[..., None],
-    books: Bookkeeper,
-    kind: str,
-    trajectories: Sequence[Trajectory],
-    stats: Mapping[str, float],
-) -> None:
-    """A record ends a stage."""
-    with watch.phase("records"):
-        original(books, kind, trajectories, stats)
-    sampled = sum(trajectory.num_tokens for trajectory in trajectories)
-    read = sum(len(turn.prompt_ids) for trajectory in trajectories for turn in trajectory.turns)
-    watch.cut(f"{books.config.method}/{kind}", sampled=sampled, read=read)
 
 
 def stage_row(name: str, times: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 
 class PhaseTimer:
@@ -16,16 +16,27 @@ class PhaseTimer:
         self._phases: list[str] = []
         self._since = 0.0
 
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
+    def __call__(self, phase: str) -> AbstractContextManager[None]:
         """Add the time of a block to a phase."""
-        self._credit()
-        self._phases.append(phase)
+        return self._running(phase)
+
+    @contextmanager
+    def _running(self, phase: str) -> Iterator[None]:
+        self.begin(phase)
         try:
             yield
         finally:
-            self._credit()
-            self._phases.pop()
+            self.end()
+
+    def begin(self, phase: str) -> None:
+        """A phase begins inside the one that is running."""
+        self._credit()
+        self._phases.append(phase)
+
+    def end(self) -> None:
+        """The innermost phase ends."""
+        self._credit()
+        self._phases.pop()
 
     def take(self) -> dict[str, float]:
         """The seconds since the last call, as `seconds/<phase>`."""
