@@ -58,7 +58,10 @@ def save(module: Any, report: Report, folder: Path, text: str) -> None:
     report.write(folder / f"{report.suite}.json")
     (folder / f"{report.suite}.md").write_text(text + "\n", encoding="utf-8")
     if hasattr(module, "plot"):
-        module.plot(report, folder / f"{report.suite}.png")
+        try:
+            module.plot(report, folder / f"{report.suite}.png")
+        except ImportError as error:
+            print(f"no picture: {error}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -35,7 +35,7 @@ from rspo.models import tiny_policy
 from rspo.runs import build_env, open_run, set_threads
 from rspo.warmup import warm_up
 
-from .report import Report, environment, folder_name, markdown
+from .report import Report, environment, markdown
 from .stopwatch import OWNERS, PHASES, measure
 
 STAGES = {
@@ -92,9 +92,8 @@ def run(options: argparse.Namespace) -> Report:
         "save_every": config.run.save_every,
         "phases": PHASES,
     }
-    return Report(
-        "trainer", folder_name(torch.device(options.device)), environment(options.device), settings, [*rows.values()]
-    )
+    device = torch.device(options.device)
+    return Report("trainer", device.type, environment(device), settings, [*rows.values()])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
