@@ -50,10 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 suite(report.suite).plot(report, path.with_suffix(".png"))
     text = options.readme.read_text(encoding="utf-8")
     wanted = replaced(text, section(reports, options.readme.parent))
-    if options.check and text != wanted:
+    if not options.check:
+        options.readme.write_text(wanted, encoding="utf-8")
+    elif text != wanted:
         print(f"{options.readme} is not what the result files say; `make bench-report` writes it", file=sys.stderr)
         return 1
-    options.readme.write_text(wanted, encoding="utf-8")
     return 0
 
 

@@ -258,7 +258,7 @@ def _does_not_fit(workload: Workload, device: torch.device) -> str:
     """Why a workload has no room here, or nothing."""
     need = workload.bytes_needed
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free = float(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
     else:
         free = _available()
     return "" if need <= 0.9 * free else f"needs about {need / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
