@@ -70,7 +70,8 @@ def measure(
     directions = sum(len(w.directions) for w in workloads)
     # Checks, compilers and memory take more than half of a run; about eight providers share the rest.
     share = min(2.0, 0.4 * budget / max(1, directions) / 8)
-    settings = Settings(device, threads, share, least=2 if quick else 3, peers=peers, memory=memory)
+    least = 2 if quick else 3
+    settings = Settings(device, threads, share, least, peers=peers, memory=memory, compilers=not quick)
     torch.set_num_threads(threads)
     rates, start = Rates(device, quick), time.perf_counter()
     report = Report("kernels", device.type, environment(device))

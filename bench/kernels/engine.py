@@ -24,7 +24,10 @@ from .workloads import Inputs, Workload, make
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run measures. share: seconds that one provider may use in one direction of a workload."""
+    """How a run measures. share: seconds that one provider may use in one direction of a workload.
+
+    compilers: False leaves out providers that compile, unless `peers` names them.
+    """
 
     device: torch.device
     threads: int
@@ -33,6 +36,7 @@ class Settings:
     most: int = 100
     peers: Sequence[str] | None = None
     memory: bool = True
+    compilers: bool = True
 
 
 @dataclass
@@ -95,6 +99,9 @@ def _checked(provider: Provider, inputs: Inputs, expected: Expected, settings: S
         return entry
     if settings.device.type not in provider.devices:
         entry.note = f"does not run on {settings.device.type}"
+        return entry
+    if provider.compiled and not settings.compilers and provider.library not in (settings.peers or ()):
+        entry.note = "not run: it compiles first; name it with --peers, or leave out --quick"
         return entry
     try:
         entry.inputs = inputs if provider.prepare is None else provider.prepare(inputs)

@@ -49,7 +49,8 @@ def expect(inputs: Inputs) -> Expected:
         logp = inputs.logp.detach().double().requires_grad_()
         terms = _loss_terms(logp, inputs, slice(None))
         (gradient,) = torch.autograd.grad(terms.sum(), logp)
-        return Expected({"loss": terms.sum().detach()}, {"logp": gradient}, {"loss": float(terms.abs().sum())})
+        terms = terms.detach()
+        return Expected({"loss": terms.sum()}, {"logp": gradient}, {"loss": float(terms.abs().sum())})
     return _rows(inputs)
 
 
