@@ -29,7 +29,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m rspo_kernels.compile_check --compare tests/compile_table.json
+	$(BIN)/python -m rspo_kernels.compile_check --compare bench/results/ahead-of-time/compile.json
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
