@@ -148,7 +148,7 @@ def _beside(peer: Row | None, ours: Row, rows: Sequence[Row], library: str) -> s
 
 def traffic(report: Report) -> str:
     """Passes over the logits for loss and gradient, ours beside the peers'."""
-    rows = [r for r in report.rows if r["op"] == "logits_policy_loss" and r["direction"] == "both"]
+    rows = [r for r in report.rows if r["op"] == "logits_policy_loss" and r["direction"] == "forward+backward"]
     if not rows:
         return ""
     vocab = rows[0]["vocab"]

@@ -95,11 +95,19 @@ class Policy:
         distinct = list(dict.fromkeys(prompts))
         has_template = self.tokenizer.chat_template is not None  # which then writes the special tokens
         texts = [self._as_message(prompt) for prompt in distinct] if has_template else distinct
-        encoded = self.tokenizer(texts, add_special_tokens=not has_template, return_attention_mask=False)
-        ids = {
-            prompt: np.array(row, dtype=np.int64) for prompt, row in zip(distinct, encoded["input_ids"], strict=True)
-        }
+        encoded = self._token_ids(texts, not has_template)
+        ids = {prompt: np.array(row, dtype=np.int64) for prompt, row in zip(distinct, encoded, strict=True)}
         return [ids[prompt] for prompt in prompts]
+
+    def _token_ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        """Token ids of texts; `special`: with the tokens that the tokenizer puts around a text."""
+        if self.tokenizer.is_fast:
+            # As the call below without what nobody asks for (offsets): half the time, which is seen in small models.
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
 
     def _as_message(self, prompt: str) -> str:
         message = [{"role": "user", "content": prompt}]

@@ -57,9 +57,17 @@ KERNELS = Report(
 
 def traffic_row(provider: str, active: float, reads: float, **changes: Any) -> dict[str, Any]:
     return {
-        "op": "logits_policy_loss", "direction": "both", "provider": provider, "vocab": 1003, "active": active,
-        "clipped": 0.0, "read_passes": reads, "write_passes": 1.0, "floor_passes": active + 1, "fault": "",
-    } | changes  # fmt: skip
+        "op": "logits_policy_loss",
+        "direction": "forward+backward",
+        "provider": provider,
+        "vocab": 1003,
+        "active": active,
+        "clipped": 0.0,
+        "read_passes": reads,
+        "write_passes": 1.0,
+        "floor_passes": active + 1,
+        "fault": "",
+    } | changes
 
 
 TRAFFIC = Report(
