@@ -262,8 +262,11 @@ def _row(workload: Workload, direction: str, name: str, library: str, settings: 
 
 
 def _does_not_fit(workload: Workload, device: torch.device) -> str:
-    """Why a workload has no room here, or nothing."""
-    need = workload.bytes_needed
+    """Why a workload has no room here, or nothing.
+
+    A GPU's provider that runs out of memory is a row of its own; on the CPU it would take the whole process down.
+    """
+    need = workload.bytes_needed(hungriest=device.type == "cpu")
     if device.type == "cuda":
         free = float(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
     else:

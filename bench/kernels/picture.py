@@ -74,7 +74,7 @@ def _time(axis: Any, report: Report, op: str, title: str) -> None:
     axis.grid(alpha=0.25)
     axis.tick_params(labelsize=8)
     if rows:
-        axis.legend(fontsize=7.5, frameon=False)
+        axis.legend(fontsize=7.5, frameon=False, handlelength=3.2)
 
 
 def _memory(axis: Any, report: Report) -> None:

@@ -79,11 +79,11 @@ class Workload:
         """The active fraction in words."""
         return f"{self.active:.0%}" + (", ⅓ no advantage, ⅕ clipped" if self.natural else "")
 
-    @property
-    def bytes_needed(self) -> int:
-        """About what the hungriest provider and the reference hold at once."""
-        logits = self.rows * self.vocab
-        return 5 * 4 * logits + 4 * 8 * self.hidden_size * (self.vocab + self.rows)
+    def bytes_needed(self, hungriest: bool) -> int:
+        """About what inputs, reference and gradients hold at once; with the buffers of the hungriest provider, too."""
+        logits = 4 * self.rows * self.vocab
+        kept = 3 if self.op in LOGITS_OPS else 0
+        return (5 if hungriest else kept) * logits + 4 * 8 * self.hidden_size * (self.vocab + self.rows)
 
 
 @dataclass

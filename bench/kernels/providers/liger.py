@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +14,22 @@ from ..imports import load
 from ..workloads import CLIP, Inputs
 from . import Function, provider
 
+CHUNK_ROWS = 512
+"""Tokens of a chunk at least, if sequences are shorter: by default a chunk is one sequence, which suits long ones."""
+
 
 def _fused_linear(compiled: bool) -> Function:
-    loss = load("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=CLIP, epsilon_high=CLIP, loss_type="dapo"
-    )
+    kind = load("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOLoss
+    settings = {"beta": 0.0, "use_ref_model": False, "epsilon_low": CLIP, "epsilon_high": CLIP, "loss_type": "dapo"}
+
+    @cache
+    def loss(length: int) -> Callable[..., Any]:
+        return kind(compiled=compiled, chunk_size=max(1, CHUNK_ROWS // length), **settings)
 
     def run(x: Inputs) -> dict[str, Tensor]:
         assert x.hidden is not None
         assert x.old_logp is not None
-        result, _ = loss(
+        result, _ = loss(x.workload.length)(
             x.view(x.hidden),
             x.weight,
             x.view(x.targets),
