@@ -17,9 +17,9 @@ from torch import Tensor
 
 from .common import Variant, launch_options, on_device
 
-BLOCK = 4096
-THREADS = 256
-CHUNK = 16 * BLOCK
+BLOCK = 2048
+THREADS = 128
+CHUNK = 32 * BLOCK
 """Elements of a program: so many that those that find nothing to do are few."""
 
 
@@ -56,6 +56,7 @@ def scale_(x: Tensor, factor: Tensor, *, chunk: int = CHUNK, block: int = BLOCK)
 
 def variants() -> Iterator[Variant]:
     """For compile_check: both sizes of an element."""
-    for pointer in ("*bf16", "*fp32"):
+    constants = {"CHUNK": CHUNK, "BLOCK": BLOCK}
+    for pointer, size in (("*bf16", 2.0), ("*fp32", 4.0)):
         types = {"p_x": pointer, "p_factor": "*fp32", "n": "i64"}
-        yield Variant(scale_kernel, pointer[1:], types, {"CHUNK": CHUNK, "BLOCK": BLOCK}, THREADS, ("p_x",))
+        yield Variant(scale_kernel, pointer[1:], types, constants, THREADS, ("p_x",), reads=(size,))
