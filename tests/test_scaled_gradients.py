@@ -71,6 +71,19 @@ def test_several_backward_passes_through_one_graph(place, fused):
             torch.testing.assert_close(grad, expected * factor, rtol=1e-5, atol=0)
 
 
+@pytest.mark.interpreter
+def test_after_a_first_pass_with_factor_zero_nothing_is_left():
+    """On Triton, where the first pass scales in place: an error, and no 0/0."""
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    (logits, *_), tokens = problem(device)
+    loss, _ = logits_policy_loss(logits, **tokens, backend="triton")
+    (grad,) = torch.autograd.grad(0 * loss, logits, retain_graph=True)
+    assert not grad.any()
+    with pytest.raises(RuntimeError, match="upstream gradient of 0"):
+        torch.autograd.grad(loss, logits)
+
+
 def test_backward_passes_that_ask_for_one_gradient_each(place):
     device, backend = place
     (_, *leaves), tokens = problem(device)

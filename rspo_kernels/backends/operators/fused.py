@@ -204,6 +204,11 @@ def scaled(ctx: Any, grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor
     if type(factor) is not Tensor:
         return [grad * factor for grad in grads]
     if ctx.factor is not None:
+        if float(ctx.factor) == 0.0:
+            raise RuntimeError(
+                "the first backward pass through this loss had an upstream gradient of 0, which is all that is left of"
+                " its gradients; compute the loss again for another backward pass"
+            )
         return [grad * (factor / ctx.factor) for grad in grads]
     if resolve(ctx.backend, factor.device, factor.dtype) == "triton":
         ctx.factor = factor.clone()
