@@ -1,9 +1,9 @@
 """Checkpoints: everything that a run needs to go on to the same result.
 
 A checkpoint is a folder that transformers can load as it stands (model and tokenizer), plus `optimizer.pt` (tensors
-and plain values, read back with `weights_only=True`), `state.json` (counters and random streams) and, where the
-replay buffer outlives a loop, `buffer.jsonl`. It is written beside its place and renamed into it, so that a folder of
-that name is always complete.
+and plain values, read back with `weights_only=True`), `critic.safetensors` where there is a critic, `state.json`
+(counters and random streams) and, where the replay buffer outlives a loop, `buffer.jsonl`. It is written beside its
+place and renamed into it, so that a folder of that name is always complete.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from .agent import Agent
 from .config import Config, ConfigError
@@ -41,7 +42,9 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     agent.policy.save(partial)
-    torch.save(agent.optimizer.state_dict(), partial / "optimizer.pt")
+    if agent.critic is not None:
+        save_file(agent.critic.state_dict(), partial / "critic.safetensors")
+    torch.save(agent.optimizer_states(), partial / "optimizer.pt")
     (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
     if buffer:
         with open(partial / "buffer.jsonl", "w", encoding="utf-8") as file:
@@ -67,11 +70,11 @@ def _load(path: Path, config: Config) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
-    agent = Agent(Policy.load(path, config.policy), config.optimizer)
-    agent.optimizer.load_state_dict(
-        torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device)
-    )
-    agent.apply_settings()
+    agent = Agent(Policy.load(path, config.policy), config, has_critic=(path / "critic.safetensors").is_file())
+    if agent.critic is not None:
+        agent.critic.load_state_dict(load_file(path / "critic.safetensors", device=config.policy.device))
+    agent.load_optimizers(torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device))
+    agent.set_learning_rates()
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     buffer = []
     if (path / "buffer.jsonl").is_file():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from .config import METHODS, PRESETS, SPLITS, Config, ConfigError
-from .config_io import apply_flags, load_config, preset
+from .config import ESTIMATORS, METHODS, PRESETS, SPLITS, Config, ConfigError
+from .config_io import apply_flags, load_config, method_names, preset
 from .evaluate import evaluate
 from .models import Policy
 from .rewards import NonFiniteError
@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Train an agent into a run folder. Settings come from the preset, then --config, then the other"
         " flags, then --set, each laid over the ones before.",
     )
-    train.add_argument("--method", choices=METHODS, help="rspo (default), or grpo: the same without agent B")
+    train.add_argument("--method", choices=METHODS, help="rspo (default), or a base method alone")
+    train.add_argument("--base", choices=ESTIMATORS, help="the method that both agents of rspo use (default: grpo)")
     train.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-ENV-seedSEED)")
     train.add_argument("--steps", type=int, metavar="N", help="updates of agent A")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
@@ -97,10 +98,14 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
     """The configuration that the flags describe, laid over `base` instead of a preset where given."""
     method = getattr(parsed, "method", None)
     if base is None or parsed.preset is not None:
-        base = preset(parsed.preset or "default", method or "rspo")
+        named = method_names(parsed.config) if parsed.config else {}
+        chosen = {"method": method, "base": getattr(parsed, "base", None)}
+        named |= {name: value for name, value in chosen.items() if value is not None}
+        base = preset(parsed.preset or "default", **named)
     config = load_config(parsed.config, base) if parsed.config else base
     flags = {
         "method": method,
+        "base": getattr(parsed, "base", None),
         "env.name": parsed.env,
         "policy.path": getattr(parsed, "policy", None),
         "run.seed": parsed.seed,
@@ -121,7 +126,7 @@ def _train(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = _settings(parsed, load_config(stored) if parsed.resume and stored is not None else None)
     name = config.env.name.rpartition(":")[2]
-    folder = parsed.out or Path("runs") / f"{config.method}-{name}-seed{config.run.seed}"
+    folder = parsed.out or Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
     trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
     try:
         trainer.train()

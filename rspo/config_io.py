@@ -18,25 +18,40 @@ from rspo_kernels.config import DEFAULTS
 from .config import PRESETS, Config, ConfigError
 
 
-def preset(name: str, method: str = "rspo") -> Config:
-    """The named preset. Raises ConfigError naming the presets there are."""
+def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
+    """The named preset of a method. Raises ConfigError naming the presets there are."""
     if name not in PRESETS:
         raise ConfigError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
-    return PRESETS[name](method)
+    return PRESETS[name](method, base)
 
 
 def load_config(path: str | Path, base: Config | None = None) -> Config:
-    """A YAML file laid over `base` (the default preset). Raises ConfigError naming the file."""
+    """A YAML file laid over `base`, or over the default preset of the file's own method. Raises ConfigError naming the
+    file."""
+    values = _read(path)
+    try:
+        return overlay(base or preset("default", **_method_names(values)), values)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def method_names(path: str | Path) -> dict[str, str]:
+    """`method` and `base` of a YAML file, as far as it has them."""
+    return _method_names(_read(path))
+
+
+def _method_names(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: values[name] for name in ("method", "base") if isinstance(values.get(name), str)}
+
+
+def _read(path: str | Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
-    try:
-        return overlay(base or Config(), values)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return values
 
 
 def save_config(config: Config, path: str | Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from .config import Config
 from .engines import TransformersEngine
 from .envs.base import BatchedEnv
+from .layouts import make_layout
 from .metrics import identical_states, trajectory_metrics
 from .models import Policy
 from .randomness import named_seed
@@ -28,6 +29,7 @@ def play(
     return rollout(
         env,
         engine,
+        make_layout(config.env.layout, policy, env),
         [tasks[i % len(tasks)] for i in range(episodes)],
         range(EVALUATION_SEED, EVALUATION_SEED + episodes),
         group_size=1,

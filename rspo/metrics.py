@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from .batch import Batch
 from .trajectory import Trajectory
 
 
@@ -35,7 +37,12 @@ def identical_states(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {"identical_states": float(repeated), "identical_states_per_turn": repeated / max(turns, 1)}
 
 
-def zero_advantage_fraction(trajectories: Sequence[Trajectory]) -> float:
-    """Share of trajectories without any advantage: they teach nothing."""
-    zero = [t.advantages is None or not np.any(t.advantages) for t in trajectories]
-    return float(np.mean(zero)) if zero else 0.0
+def zero_advantages(batch: Batch) -> dict[str, float]:
+    """Share of trajectories without any advantage, of which nothing is learned: on-policy and replayed ones."""
+    trajectory = batch.turn_trajectory[batch.token_turn]
+    count = int(trajectory.max()) + 1
+    teaches = batch.advantages.new_zeros(count).scatter_reduce_(0, trajectory, batch.advantages.abs(), "amax") > 0
+    replayed = torch.zeros_like(teaches)
+    replayed[trajectory[batch.is_replay]] = True
+    shares = {"zero_advantages": teaches[~replayed], "replay/zero_advantages": teaches[replayed]}
+    return {name: 1.0 - float(part.float().mean()) for name, part in shares.items() if len(part)}

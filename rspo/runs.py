@@ -16,6 +16,7 @@ from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import load_config, save_config
 from .envs import BatchedEnv, make_env
+from .estimators import make_estimator
 from .models import Policy
 from .rewards import training_rewards
 from .tracking import Tracker
@@ -72,6 +73,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     _check_device(config)
     env = build_env(config)
     # What cannot be trained on is found out before the start policy is made.
+    estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
     folder.mkdir(parents=True, exist_ok=True)
     policy = start_policy(config, env, folder, progress=progress)
@@ -85,7 +87,8 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     reference = policy.copy() if config.loss.kl_coef > 0 else None
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress)
-    trainer = Trainer(config, folder, env, Agent(policy, config.optimizer), reference, tracker)
+    agent = Agent(policy, config, has_critic=estimator.needs_critic)
+    trainer = Trainer(config, folder, env, agent, reference, tracker)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
@@ -96,6 +99,8 @@ def _check_resumable(config: Config, folder: Path) -> None:
     before = load_config(folder / CONFIG_FILE)
     for name, old, new in (
         ("method", before.method, config.method),
+        ("base", before.base, config.base),
+        ("critic.backbone", before.critic.backbone, config.critic.backbone),
         ("env", before.env, config.env),
         ("run.seed", before.run.seed, config.run.seed),
     ):

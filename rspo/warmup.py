@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .batch import Batch
 from .config import Config, ConfigError
 from .envs.base import BatchedEnv
 from .envs.household import VOCABULARY, HouseholdEnv
 from .evaluate import play
+from .layouts import make_layout
 from .models import Policy, tiny_policy
 from .randomness import named_generator, named_seed
 from .rollout import Episodes
-from .trajectory import Batch, Trajectory, Turn
+from .trajectory import Trajectory, Turn
 
 BISECTIONS = 8
 BELOW, INSIDE, ABOVE = -1, 0, 1
@@ -36,7 +38,7 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
         )
     settings = config.warmup
     policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
-    batch = Batch.from_trajectories(demonstrations(env, policy, config)).to(policy.device)
+    batch = Batch.from_trajectories(demonstrations(env, policy, config), config.env.layout).to(policy.device)
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
     )
@@ -123,18 +125,19 @@ def demonstrations(env: HouseholdEnv, policy: Policy, config: Config) -> list[Tr
     tasks = env.tasks("train")
     chosen = [tasks[i] for i in rng.integers(len(tasks), size=settings.trajectories)]
     seeds = rng.integers(2**31, size=settings.trajectories).tolist()
-    episodes = Episodes(env, chosen, seeds, config.env.history_length)
+    layout = make_layout(config.env.layout, policy, env)
+    episodes = Episodes(env, layout, chosen, seeds, config.env.history_length)
     trajectories = [Trajectory(task=info["task"], group=i, index=0) for i, info in enumerate(episodes.infos)]
     while episodes.running:
         acting = list(episodes.running)
-        prompts = policy.encode(episodes.prompts())
+        prompts = episodes.prompts()
         anchors = [episodes.infos[i]["anchor"] for i in acting]
         # Random among all actions, most of which fail: among accepted ones it would already know the environment.
         expert, random = env.expert_actions(), env.random_actions(rng, admissible=False)
         take_expert = rng.random(len(expert)) < settings.expert_rate
         actions = [expert[i] if take_expert[i] else random[i] for i in acting]
         responses = [_ended(response, policy, config) for response in policy.encode(actions)]
-        rewards, _, infos = episodes.step(actions)
+        rewards, _, infos = episodes.step(prompts, responses, actions)
         for i, prompt, response, anchor, action in zip(acting, prompts, responses, anchors, actions, strict=True):
             trajectories[i].turns.append(
                 Turn(

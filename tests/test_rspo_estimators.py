@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from rspo_toys import make_trajectory
 
+from rspo.batch import Batch
 from rspo.config import ConfigError, EstimatorConfig, RewardConfig
 from rspo.estimators import make_estimator
-from rspo.metrics import identical_states, zero_advantage_fraction
+from rspo.metrics import identical_states, zero_advantages
 from rspo.rewards import NonFiniteError, environment_dense_reward, make_dense_reward, outcome_reward, relabel
 from rspo.trajectory import Trajectory
 
 
 def advantages(trajectories: list[Trajectory], **settings: object) -> list[np.ndarray]:
-    make_estimator(EstimatorConfig(**settings))(trajectories)  # type: ignore[arg-type]
+    make_estimator("grpo", EstimatorConfig(**settings))(trajectories)  # type: ignore[arg-type]
     return [t.advantages for t in trajectories if t.advantages is not None]
 
 
@@ -48,7 +49,7 @@ def test_groups_are_apart_and_need_not_be_sorted() -> None:
     ]
     values = [float(a[0]) for a in advantages(trajectories)]
     assert values == pytest.approx([0.0, -0.7071, 0.0, 0.7071], abs=1e-4)
-    assert zero_advantage_fraction(trajectories) == 0.5
+    assert zero_advantages(Batch.from_trajectories(trajectories)) == {"zero_advantages": 0.5}
 
 
 def test_invalid_action_penalty_stays_with_its_turn() -> None:

@@ -317,7 +317,7 @@ def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) ->
 def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(start: Path, tmp_path: Path) -> None:
     config = small_config(*flags_for(start), method="grpo")
     env = ParityEnv(reward=float("nan"))
-    agent = Agent(Policy.load(start, config.policy), config.optimizer)
+    agent = Agent(Policy.load(start, config.policy), config)
     trainer = Trainer(config, tmp_path, env, agent, None, Tracker(tmp_path, 2, progress=False))
     with pytest.raises(NonFiniteError, match=r"reward nan at turn \d of trajectory \d of group \d"):
         trainer.train()

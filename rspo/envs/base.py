@@ -50,6 +50,7 @@ class BatchedEnv(ABC):
         won: bool.
         task_score: float, the environment's own score of the episode so far.
         dense_reward: float, a step-level process reward, where `has_dense_reward`.
+        task_type: str, the kind of task, where the environment has kinds (success is then also reported by kind).
 
     The outcome reward of `step` is 0 until the last turn. `terminated` is the environment's own
     end, `truncated` the turn limit (or a lost worker); a truncated state is not terminal.
@@ -75,6 +76,14 @@ class BatchedEnv(ABC):
     @abstractmethod
     def render_prompt(self, context: PromptContext) -> str:
         """The text that the model reads at one turn."""
+
+    def render_opening(self, context: PromptContext) -> str:
+        """The text that opens a conversation; by default the first turn's prompt."""
+        return self.render_prompt(context)
+
+    def render_reply(self, context: PromptContext) -> str:
+        """The text that answers an action in a conversation; by default the observation."""
+        return context.observation
 
     @abstractmethod
     def project(self, response: str) -> tuple[str, bool]:
