@@ -111,6 +111,10 @@ class Policy:
             texts.append(self._chat(user, said, {"role": "user", "content": reply}).partition(SAID)[2])
         return self._ids(replies, texts)
 
+    def encode_responses(self, responses: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of responses as a model writes them, int64 [T] each: nothing before or after the text."""
+        return self._ids(responses, responses)
+
     def _ids(self, keys: Sequence[str], texts: Sequence[str], add_special_tokens: bool = False) -> list[np.ndarray]:
         """Token ids of texts, each distinct key's once: members of a group often see the same."""
         distinct = dict(zip(keys, texts, strict=True))

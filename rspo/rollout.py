@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,17 +39,21 @@ class Episodes:
     def prompts(self, of: Sequence[int] | None = None) -> list[np.ndarray]:
         """Prompt ids int64 [P] for each running episode (or those of `of`)."""
         episodes = self.running if of is None else of
-        contexts = [
-            PromptContext(
-                task=self.infos[i]["task"],
-                history=self.histories[i],
-                observation=self.observations[i],
-                admissible_actions=tuple(self.infos[i]["admissible_actions"]),
-                turn=self.turn,
-            )
-            for i in episodes
-        ]
-        return self.layout.prompts(contexts, [self.said[i] for i in episodes])
+        return self.layout.prompts([self._context(i) for i in episodes], [self.said[i] for i in episodes])
+
+    def messages(self) -> list[str]:
+        """What a conversation would say now to the model of each running episode, whatever the layout."""
+        render = self.env.render_reply if self.turn else self.env.render_opening
+        return [render(self._context(i)) for i in self.running]
+
+    def _context(self, i: int) -> PromptContext:
+        return PromptContext(
+            task=self.infos[i]["task"],
+            history=self.histories[i],
+            observation=self.observations[i],
+            admissible_actions=tuple(self.infos[i]["admissible_actions"]),
+            turn=self.turn,
+        )
 
     def step(
         self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], actions: Sequence[str]
@@ -80,10 +84,13 @@ def rollout(
     group_size: int,
     history_length: int,
     timer: PhaseTimer | None = None,
+    on_turn: Callable[[int, int], None] | None = None,
 ) -> list[Trajectory]:
     """Play every (task, seed) `group_size` times; the trajectories of a group stand together.
 
     A finished episode leaves the batch: nothing is generated for it and it adds no turn.
+
+    on_turn: called after each turn with the number of turns played and of episodes that still run.
     """
     timer = timer or PhaseTimer()
     with timer("environment"):
@@ -99,7 +106,7 @@ def rollout(
     while episodes.running:
         acting = list(episodes.running)
         with timer("environment"):
-            prompts = episodes.prompts()
+            prompts, messages = episodes.prompts(), episodes.messages()
             anchors = [episodes.infos[i]["anchor"] for i in acting]
         with timer("generation"):
             generations = engine.generate(prompts)
@@ -110,8 +117,8 @@ def rollout(
             cut_off = [i for i in acting if truncated[i]]
             for i, prompt in zip(cut_off, episodes.prompts(cut_off), strict=True):
                 trajectories[i].truncated, trajectories[i].final_prompt_ids = True, prompt
-            written = zip(acting, prompts, anchors, generations, projected, strict=True)
-            for i, prompt, anchor, generation, (action, well_formed) in written:
+            written = zip(acting, prompts, messages, anchors, generations, projected, strict=True)
+            for i, prompt, message, anchor, generation, (action, well_formed) in written:
                 trajectory, info = trajectories[i], infos[i]
                 trajectory.turns.append(
                     Turn(
@@ -123,7 +130,11 @@ def rollout(
                         anchor=anchor,
                         action=action,
                         is_action_valid=well_formed and info["is_action_valid"],
+                        message=message,
+                        response=generation.text,
                     )
                 )
                 trajectory.won, trajectory.task_score = info["won"], info["task_score"]
+        if on_turn is not None:
+            on_turn(episodes.turn, len(episodes.running))
     return trajectories

@@ -23,6 +23,9 @@ class Turn:
     anchor: the raw observation that the turn began with; states are the same when their anchors are.
     action: the projected action.
     is_action_valid: well formed and accepted by the environment.
+    message: what a conversation says to the model at this turn: the task's opening at the first, then the reply to the
+        turn before. Recorded in either layout, so that any model can read the episode as a conversation.
+    response: the response's text, without special tokens.
     """
 
     prompt_ids: np.ndarray
@@ -33,6 +36,8 @@ class Turn:
     anchor: str
     action: str
     is_action_valid: bool
+    message: str | None = None
+    response: str | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +98,7 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
-    """The inverse of `trajectory_to_json`."""
+    """The inverse of `trajectory_to_json`. Turns that were written without their texts have None for them."""
     values = dict(values)
     values["turns"] = [
         Turn(

@@ -179,6 +179,10 @@ class HouseholdEnv(BatchedEnv):
         action = " ".join(tag.group(1).split())
         return action, bool(action) and _THINK_TAG.search(text) is not None
 
+    def render_action(self, action: str) -> str:
+        """A response that `project` turns into the given action."""
+        return action if self.prompt_style == "compact" else f"<think></think><action>{action}</action>"
+
     def snapshot(self) -> HouseholdState:
         """A copy of the state of all episodes. Raises RuntimeError before the first reset."""
         return self._started("snapshot").copy()
