@@ -96,6 +96,8 @@ def prepare(
         old_logp = batch.old_logp.clone()
         old_logp[batch.is_replay] = score(agent.policy, batch.select(rows), temperature, max_tokens)
         batch = replace(batch, old_logp=old_logp)
+        if config.swap.ignore_behavior:
+            batch = replace(batch, behavior_logp=old_logp)
     if config.loss.kl_coef > 0:
         if reference is None:
             raise ValueError(f"loss.kl_coef={config.loss.kl_coef} needs a reference policy, got None")

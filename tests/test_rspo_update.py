@@ -77,6 +77,17 @@ def test_old_logprobs_of_replay_are_taken_from_the_policy_as_it_is() -> None:
     assert torch.equal(batch.old_logp[~batch.is_replay], batch.behavior_logp[~batch.is_replay])
 
 
+def test_behavior_can_be_ignored() -> None:
+    """Then replayed tokens have ratio and centre 1 before the first step."""
+    config = apply_flags(small_config(), ["swap.ignore_behavior=true", "optimizer.learning_rate=0"])
+    agent = Agent(small_policy(), config)
+    batch = scored_batch(agent, config, mixed_trajectories())
+    assert torch.equal(batch.behavior_logp, batch.old_logp)
+    stats = run_update(agent, config, mixed_trajectories(), batch)
+    assert stats["replay/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert stats["replay/center_mean"] == 1
+
+
 def test_equation_one_weights_two_means() -> None:
     """The gradient of (1 - α)·mean_on + α·mean_off, taken term by term with autograd."""
     config = apply_flags(small_config(), ["optimizer.minibatches=1", "optimizer.grad_clip=1e9", "loss.center_cap=null"])
