@@ -44,6 +44,14 @@ class Agent:
                 group["lr"], group["betas"] = rate * factor, settings.betas
                 group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
 
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each optimiser now."""
+        rates = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        if self.critic_optimizer is not None:
+            rates["critic/learning_rate"] = self.critic_optimizer.param_groups[0]["lr"]
+        return rates
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Of the policy, and of the critic as `critic....`."""
         yield from self.policy.model.named_parameters()

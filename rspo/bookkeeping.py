@@ -14,6 +14,7 @@ from .models import Policy
 from .timing import PhaseTimer
 from .tracking import Tracker
 from .trajectory import Trajectory
+from .transcripts import TRANSCRIPTS, write_transcripts
 
 
 class Bookkeeper:
@@ -54,13 +55,14 @@ class Bookkeeper:
         return {"trajectories": self.trajectories, "tokens": self.tokens, "seconds": self.seconds}
 
     def evaluate(self, policy: Policy) -> dict[str, float]:
-        """Evaluate on held-out episodes; its time and samples are not part of the cost."""
-        values = evaluate(policy, self.env, self.config)
+        """Evaluate on held-out episodes and write some out; its time and samples are not part of the cost."""
+        evaluation = evaluate(policy, self.env, self.config, progress=self.tracker.progress)
+        values = evaluation.metrics()
         self.tracker.record("evaluation", self.step, {**values, **self.cost()})
-        self.tracker.say(
-            f"after {self.step} updates and {self.trajectories:,} trajectories: {values['success']:.1%} success on"
-            f" {self.config.evaluation.episodes} episodes ({self.config.evaluation.split})"
-        )
+        if self.config.evaluation.transcripts > 0:
+            path = self.tracker.folder / TRANSCRIPTS / f"step-{self.step:06d}.txt"
+            write_transcripts(path, policy, evaluation, self.config.evaluation.transcripts, self.step)
+        self.tracker.say(f"after {self.step} updates and {self.trajectories:,} trajectories: {evaluation}")
         self._last = time.perf_counter()
         return values
 

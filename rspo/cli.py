@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluation.add_argument("path", type=Path, help="run folder, checkpoint, or model folder")
     evaluation.add_argument("--episodes", type=int, metavar="N", help="number of episodes")
-    evaluation.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    evaluation.add_argument(
+        "--temperature", type=float, action="append", metavar="T", help="sampling temperature; may be repeated"
+    )
     evaluation.add_argument("--split", choices=SPLITS, help="eval: held-out tasks (default)")
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
@@ -111,7 +113,7 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
         "run.seed": parsed.seed,
         "run.steps": getattr(parsed, "steps", None),
         "evaluation.episodes": getattr(parsed, "episodes", None),
-        "evaluation.temperature": getattr(parsed, "temperature", None),
+        "evaluation.temperatures": getattr(parsed, "temperature", None),
         "evaluation.split": getattr(parsed, "split", None),
     }
     given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
@@ -148,14 +150,8 @@ def _eval(parsed: argparse.Namespace) -> None:
     config = _settings(parsed, load_config(stored) if stored.is_file() else None)
     set_threads(config)
     policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
-    values = evaluate(policy, build_env(config), config)
-    if parsed.json:
-        print(json.dumps(values))
-        return
-    settings = config.evaluation
-    print(f"{settings.episodes} episodes, split {settings.split!r}, temperature {settings.temperature:g}")
-    for name, value in values.items():
-        print(f"  {name:<26} {value:10.4f}")
+    evaluation = evaluate(policy, build_env(config), config, progress=True)
+    print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
 
 
 def _plot(parsed: argparse.Namespace) -> None:

@@ -163,7 +163,7 @@ def paper_config(method: str = "rspo", base: str = "grpo") -> Config:
             learning_rate=1e-6, weight_decay=0.01, grad_clip=1.0, minibatch_rows=256, micro_batch_tokens=65536
         ),
         critic=CriticConfig(learning_rate=1e-5),
-        evaluation=EvaluationConfig(every=5, episodes=128, temperature=0.4),
+        evaluation=EvaluationConfig(every=5, episodes=128, temperatures=(0.4,)),
         run=RunConfig(steps=150, save_every=15, threads=None),
     )
 

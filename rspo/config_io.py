@@ -130,7 +130,11 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         origin = typing.get_origin(hint)
     try:
         if origin is tuple:
-            return tuple(float(part) for part in value)
+            part, *more = typing.get_args(hint)
+            if more == [...] and isinstance(value, (str, int, float)):
+                value = [value]  # one of any number, without brackets
+            if not isinstance(value, str):
+                return tuple(_convert(name, item, part) for item in value)
         if origin is dict:
             return dict(value)
         if hint is float and not isinstance(value, bool):
@@ -141,7 +145,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             return value
     except (TypeError, ValueError):
         pass
-    expected = getattr(hint, "__name__", str(hint))
+    expected = str(hint) if origin is tuple else getattr(hint, "__name__", str(hint))
     raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
 
 

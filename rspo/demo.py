@@ -82,7 +82,7 @@ def _table(folders: Sequence[Path], labels: Sequence[str]) -> str:
 
 def _example(policy: Policy, env: BatchedEnv, config: Config) -> str:
     """A solved episode of median length among some held-out ones, action by action."""
-    episodes = play(policy, env, config, split="eval", episodes=64, temperature=config.evaluation.temperature)
+    episodes = play(policy, env, config, split="eval", episodes=64, temperature=config.evaluation.temperatures[0])
     solved = [trajectory for trajectory in episodes if trajectory.won]
     if not solved:
         return "It solved none of 64 more held-out episodes."

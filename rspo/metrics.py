@@ -2,14 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .batch import Batch
 from .trajectory import Trajectory
+
+Z_95 = 1.959964
+"""The standard normal's quantile of a 95 % interval."""
+
+
+@dataclass(frozen=True)
+class SuccessRate:
+    """Successes among independent episodes."""
+
+    successes: int
+    episodes: int
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> SuccessRate:
+        """Of at least one trajectory."""
+        return cls(sum(trajectory.won for trajectory in trajectories), len(trajectories))
+
+    @property
+    def value(self) -> float:
+        """The share of successes."""
+        return self.successes / self.episodes
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval: the rates p with |p̂ - p| ≤ z·√(p(1 - p)/n), z = 1.96, which are
+
+            (p̂ + z²/2n ± z·√(p̂(1 - p̂)/n + z²/4n²)) / (1 + z²/n).
+
+        It stays inside [0, 1] and has a width also at 0 and n successes. It covers the chance of which episodes
+        succeeded, not how runs with other seeds differ.
+        """
+        n, p = self.episodes, self.value
+        middle = p + Z_95**2 / (2 * n)
+        half = Z_95 * math.sqrt(p * (1 - p) / n + (Z_95 / (2 * n)) ** 2)
+        scale = 1 + Z_95**2 / n
+        return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def success_by_type(trajectories: Sequence[Trajectory]) -> dict[str, SuccessRate]:
+    """Success of each kind of task, sorted by name; empty where the environment has no kinds."""
+    kinds = sorted({trajectory.task_type for trajectory in trajectories} - {""})
+    return {kind: SuccessRate.of([t for t in trajectories if t.task_type == kind]) for kind in kinds}
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

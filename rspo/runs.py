@@ -18,6 +18,7 @@ from .config_io import load_config, save_config
 from .envs import BatchedEnv, make_env
 from .estimators import make_estimator
 from .models import Policy
+from .reporters import find_reporters
 from .rewards import training_rewards
 from .tracking import Tracker
 from .trainer import Trainer
@@ -75,6 +76,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     # What cannot be trained on is found out before the start policy is made.
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
+    reporters = find_reporters(config.run.report_to)
     folder.mkdir(parents=True, exist_ok=True)
     policy = start_policy(config, env, folder, progress=progress)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
@@ -86,7 +88,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
         )
     reference = policy.copy() if config.loss.kl_coef > 0 else None
     save_config(config, folder / CONFIG_FILE)
-    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress)
+    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
     trainer = Trainer(config, folder, env, agent, reference, tracker)
     if checkpoint:

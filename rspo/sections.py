@@ -23,6 +23,7 @@ SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DTYPES = ("float32", "bfloat16", "float16")
 SPLITS = ("train", "eval")
+REPORTERS = ("tensorboard",)
 
 
 class ConfigError(ValueError):
@@ -297,14 +298,23 @@ class EvaluationConfig:
     every: int = 9
     """A-updates between evaluations; 0: only before and after."""
     episodes: int = 512
-    temperature: float = 1.0
+    """At each temperature, the same ones every time."""
+    temperatures: tuple[float, ...] = (1.0, 0.4)
+    """Sampling temperatures. The first is the main one: its success rate is the record's plain `success`, that of
+    another T is `success@T`."""
     split: str = "eval"
+    transcripts: int = 4
+    """Episodes of each evaluation that are written out as text, the same ones every time; 0: none."""
 
     def __post_init__(self) -> None:
         at_least("evaluation.every", self.every, 0)
         at_least("evaluation.episodes", self.episodes, 1)
-        positive("evaluation.temperature", self.temperature)
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ConfigError(f"evaluation.temperatures must be one or more different numbers, got {self.temperatures}")
+        for temperature in self.temperatures:
+            positive("evaluation.temperatures", temperature)
         one_of("evaluation.split", self.split, SPLITS)
+        at_least("evaluation.transcripts", self.transcripts, 0)
 
 
 @dataclass(frozen=True)
@@ -321,6 +331,9 @@ class RunConfig:
     threads: int | None = 1
     """CPU threads of PyTorch. One suits the tiny model, whose tensors are too small to share out, and makes results
     independent of the number of cores; None leaves the choice to PyTorch, for larger models on a CPU."""
+    report_to: tuple[str, ...] = ()
+    """Where records go besides `metrics.jsonl`: "tensorboard", or the class path "package.module:Class" of an
+    `rspo.reporters.Reporter` of one's own."""
 
     def __post_init__(self) -> None:
         at_least("run.seed", self.seed, 0)
@@ -329,6 +342,9 @@ class RunConfig:
         at_least("run.keep", self.keep, 1)
         if self.threads is not None:
             at_least("run.threads", self.threads, 1)
+        for name in self.report_to:
+            if ":" not in name:
+                one_of("run.report_to", name, REPORTERS)
 
 
 def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

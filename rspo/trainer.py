@@ -20,6 +20,7 @@ from .estimators import make_estimator
 from .layouts import make_layout
 from .metrics import trajectory_metrics, zero_advantages
 from .models import Policy
+from .progress import episode_bar
 from .randomness import RandomStreams
 from .replay import ReplayBuffer
 from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
@@ -132,16 +133,18 @@ class Trainer:
         tasks = self.env.tasks("train")
         chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
         seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
-        trajectories = rollout(
-            self.env,
-            TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
-            make_layout(self.config.env.layout, agent.policy, self.env),
-            [tasks[i] for i in chosen],
-            seeds,
-            group_size=self.config.rollout.group_size,
-            history_length=self.config.env.history_length,
-            timer=self.timer,
-        )
+        with episode_bar("playing", num_tasks * self.config.rollout.group_size, self.books.tracker.progress) as on_turn:
+            trajectories = rollout(
+                self.env,
+                TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
+                make_layout(self.config.env.layout, agent.policy, self.env),
+                [tasks[i] for i in chosen],
+                seeds,
+                group_size=self.config.rollout.group_size,
+                history_length=self.config.env.history_length,
+                timer=self.timer,
+                on_turn=on_turn,
+            )
         self.books.count(trajectories)
         return trajectories
 
@@ -154,7 +157,7 @@ class Trainer:
         batch = self.estimator.at_update(batch)
         agent.set_learning_rates(self.config.learning_rate_factor(self.books.step))
         stats = update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
-        return stats | zero_advantages(batch)
+        return stats | zero_advantages(batch) | agent.learning_rates
 
     # Checkpoints stand between loops, where agent B does not exist.
 
