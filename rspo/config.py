@@ -25,6 +25,7 @@ from .sections import (
     OptimizerConfig,
     PolicyConfig,
     RewardConfig,
+    RewardModelConfig,
     RolloutConfig,
     RunConfig,
     SwapConfig,
@@ -48,6 +49,10 @@ class Config:
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(
+        default_factory=lambda: RewardModelConfig(epochs=4, batch_size=32, learning_rate=1e-3, warmup_updates=20)
+    )
+    """Of a tiny model; SPA-RL's settings for a pre-trained one are the paper preset's."""
     swap: SwapConfig = field(default_factory=SwapConfig)
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(center_cap=1.0))
     """The policy loss. The default bounds the clip centre of replayed tokens by 1; the paper's is unbounded."""
@@ -163,6 +168,7 @@ def paper_config(method: str = "rspo", base: str = "grpo") -> Config:
             learning_rate=1e-6, weight_decay=0.01, grad_clip=1.0, minibatch_rows=256, micro_batch_tokens=65536
         ),
         critic=CriticConfig(learning_rate=1e-5),
+        reward_model=RewardModelConfig(),
         evaluation=EvaluationConfig(every=5, episodes=128, temperatures=(0.4,)),
         run=RunConfig(steps=150, save_every=15, threads=None),
     )
@@ -185,6 +191,7 @@ __all__ = [
     "OptimizerConfig",
     "PolicyConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "RunConfig",
     "SwapConfig",

@@ -19,6 +19,8 @@ UNITS = ("trajectory", "group")
 BUFFER_SOURCES = ("dense", "outcome", "history")
 MIXTURES = ("two-means", "pooled")
 TRAIN_REWARDS = ("outcome", "dense")
+TARGETS = ("task_score", "won")
+LEARNED_REWARD_SCALE = 10.0
 SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -203,17 +205,82 @@ class RewardConfig:
     train: str = "outcome"
     """Rewards of every method but "rspo"; "dense" shows reward hacking (the paper's Figure 3)."""
     dense: str = "environment"
-    """"environment", or "package.module:function" that maps a Trajectory to one number per turn."""
-    dense_scale: float = 1.0
+    """"environment", "model:FOLDER" of a process reward model (`rspo reward-model`), or "package.module:function" that
+    maps a Trajectory to one number per turn."""
+    dense_scale: float | None = None
+    """Factor on dense rewards. None: 10 for a reward model, whose total is about 1 for a success, so that dense returns
+    have the scale of outcomes; 1 for the others."""
     dense_noise: float = 0.0
-    """Standard deviation of Gaussian noise on each turn's dense reward (the paper's Table 5)."""
+    """Standard deviation of Gaussian noise on each turn's dense reward before the scale (the paper's Table 5)."""
 
     def __post_init__(self) -> None:
         one_of("rewards.train", self.train, TRAIN_REWARDS)
-        if self.dense != "environment" and ":" not in self.dense:
-            raise ConfigError(f"rewards.dense must be 'environment' or 'package.module:function', got {self.dense!r}")
-        positive("rewards.dense_scale", self.dense_scale)
+        if self.dense != "environment" and not all(self.dense.partition(":")):
+            raise ConfigError(
+                "rewards.dense must be 'environment', 'model:FOLDER' or 'package.module:function',"
+                f" got {self.dense!r}"
+            )
+        if self.dense_scale is not None:
+            positive("rewards.dense_scale", self.dense_scale)
         at_least("rewards.dense_noise", self.dense_noise, 0)
+
+    @property
+    def model_path(self) -> str | None:
+        """Folder of the process reward model, where dense rewards come from one."""
+        kind, _, path = self.dense.partition(":")
+        return path if kind == "model" else None
+
+    @property
+    def scale(self) -> float:
+        """The factor that `dense_scale` stands for."""
+        if self.dense_scale is not None:
+            return self.dense_scale
+        return 1.0 if self.model_path is None else LEARNED_REWARD_SCALE
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """Training of a process reward model (`rspo.reward_training`).
+
+    The defaults are SPA-RL's, for a pre-trained model of a few billion weights.
+    """
+
+    target: str = "task_score"
+    """What the turns' rewards should add up to, in [0, 1]: "task_score", or "won"."""
+    epochs: int = 1
+    batch_size: int = 16
+    """Trajectories of an update."""
+    learning_rate: float = 3e-6
+    weight_decay: float = 0.01
+    warmup_updates: int = 500
+    """Updates over which the learning rate rises from 0; then it stays."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient."""
+    head_width: int | None = None
+    """Hidden units of the MLP; None: as many as the model's hidden states have numbers."""
+    max_tokens: int | None = None
+    """Longest conversation that is read in one piece; None: as long as the model can read."""
+    held_out: float = 0.1
+    """Share of the trajectories that is not trained on, and measured instead."""
+    micro_batch_tokens: int = 16384
+    """Tokens in one forward pass, padding included; a conversation is never split between two."""
+    bf16: bool = True
+    """Train in bfloat16 on a GPU that can; weights and Adam's state stay float32."""
+
+    def __post_init__(self) -> None:
+        one_of("reward_model.target", self.target, TARGETS)
+        for name in ("epochs", "batch_size", "micro_batch_tokens"):
+            at_least(f"reward_model.{name}", getattr(self, name), 1)
+        positive("reward_model.learning_rate", self.learning_rate)
+        positive("reward_model.grad_clip", self.grad_clip)
+        at_least("reward_model.weight_decay", self.weight_decay, 0)
+        at_least("reward_model.warmup_updates", self.warmup_updates, 0)
+        if self.head_width is not None:
+            at_least("reward_model.head_width", self.head_width, 1)
+        if self.max_tokens is not None:
+            at_least("reward_model.max_tokens", self.max_tokens, 2)
+        if not 0 <= self.held_out < 1:
+            raise ConfigError(f"reward_model.held_out must be in [0, 1), got {self.held_out}")
 
 
 @dataclass(frozen=True)
