@@ -64,7 +64,7 @@ class Agent:
             parameter.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
-        """Clip the gradients of each optimiser's weights to their norm; the norms before that, 0-d."""
+        """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""
         norms = {"gradient_norm": _clip(self.optimizer, self.config.optimizer.grad_clip)}
         if self.critic_optimizer is not None:
             norms["critic/gradient_norm"] = _clip(self.critic_optimizer, self.config.optimizer.grad_clip)
@@ -100,5 +100,9 @@ class Agent:
             self.critic_optimizer.load_state_dict(copy.deepcopy(states["critic"]))
 
 
-def _clip(optimizer: torch.optim.Optimizer, norm: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], norm)
+def _clip(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
+    return norm

@@ -1,4 +1,4 @@
-"""The command line: `rspo train`, `rspo eval`, `rspo plot`."""
+"""The command line: `rspo train`, `rspo eval`, `rspo collect`, `rspo reward-model`, `rspo plot`."""
 
 from __future__ import annotations
 
@@ -6,31 +6,41 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
+from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, SPLITS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
+from .envs.base import WorkerError
 from .evaluate import evaluate
+from .interruption import Interrupted, interruptible
 from .models import Policy
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, open_run, set_threads, trained_policy
+from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, trained_policy
+from .storage import StorageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status: 0, or 2 for a wrong setting, 1 for a run that failed."""
+    """Run a command; its exit status: 0, or 2 for a wrong setting or what cannot be read or written, 1 for a run that
+    failed, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
     parsed = _parser().parse_args(arguments)
     # Loading a tiny model many times would draw its own bars over the run's.
     transformers_logging.disable_progress_bar()
     try:
-        parsed.command(parsed)
+        with interruptible():
+            parsed.command(parsed)
     except (ConfigError, OSError) as error:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
-    except NonFiniteError as error:
+    except (NonFiniteError, WorkerError) as error:
         print(f"rspo: training stopped: {error}", file=sys.stderr)
         return 1
+    except Interrupted as stop:
+        print(f"\nrspo: {stop}", file=sys.stderr)
+        return stop.exit_status
     return 0
 
 
@@ -50,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--base", choices=ESTIMATORS, help="the method that both agents of rspo use (default: grpo)")
     train.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-ENV-seedSEED)")
     train.add_argument("--steps", type=int, metavar="N", help="updates of agent A")
+    train.add_argument("--save-every", type=int, metavar="N", help="updates of agent A between checkpoints")
+    train.add_argument("--keep", type=int, metavar="N", help="newest checkpoints that are kept")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(train)
@@ -112,6 +124,8 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
         "policy.path": getattr(parsed, "policy", None),
         "run.seed": parsed.seed,
         "run.steps": getattr(parsed, "steps", None),
+        "run.save_every": getattr(parsed, "save_every", None),
+        "run.keep": getattr(parsed, "keep", None),
         "evaluation.episodes": getattr(parsed, "episodes", None),
         "evaluation.temperatures": getattr(parsed, "temperature", None),
         "evaluation.split": getattr(parsed, "split", None),
@@ -129,11 +143,16 @@ def _train(parsed: argparse.Namespace) -> None:
     config = _settings(parsed, load_config(stored) if parsed.resume and stored is not None else None)
     name = config.env.name.rpartition(":")[2]
     folder = parsed.out or Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
-    trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
     try:
-        trainer.train()
-    finally:
-        trainer.close()
+        trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, how_to_go_on(folder)) from None
+    except StorageError as error:
+        raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
 
     from .plotting import plot_runs
 
@@ -150,7 +169,8 @@ def _eval(parsed: argparse.Namespace) -> None:
     config = _settings(parsed, load_config(stored) if stored.is_file() else None)
     set_threads(config)
     policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
-    evaluation = evaluate(policy, build_env(config), config, progress=True)
+    with closing(build_env(config)) as env:
+        evaluation = evaluate(policy, env, config, progress=True)
     print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
 
 

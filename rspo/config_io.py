@@ -16,6 +16,7 @@ from rspo_kernels import PolicyLossConfig
 from rspo_kernels.config import DEFAULTS
 
 from .config import PRESETS, Config, ConfigError
+from .storage import write_text
 
 
 def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
@@ -55,8 +56,8 @@ def _read(path: str | Path) -> Mapping[str, Any]:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write every field as YAML."""
-    Path(path).write_text(yaml.safe_dump(_plain(asdict(config)), sort_keys=False), encoding="utf-8")
+    """Write every field as YAML, all at once. Raises StorageError."""
+    write_text(Path(path), yaml.safe_dump(_plain(asdict(config)), sort_keys=False))
 
 
 def apply_flags(config: Config, flags: Sequence[str]) -> Config:

@@ -17,7 +17,7 @@ from .models import Policy
 from .progress import episode_bar
 from .randomness import named_seed
 from .rollout import rollout
-from .trajectory import Trajectory
+from .trajectory import Trajectory, intact
 
 EVALUATION_SEED = 1_000_003
 """First episode seed of an evaluation; training draws others."""
@@ -129,12 +129,13 @@ def play(
     temperature: float,
     on_turn: Callable[[int, int], None] | None = None,
 ) -> list[Trajectory]:
-    """`episodes` episodes over the tasks of a split in turn, one each. The same episodes at every call."""
+    """`episodes` episodes over the tasks of a split in turn, one each. The same episodes at every call, less those that
+    were lost with their environment's worker."""
     tasks = env.tasks(split)
     generator = torch.Generator(policy.device)
     generator.manual_seed(named_seed(config.run.seed, "evaluation"))
     engine = TransformersEngine(policy, config.rollout, generator, temperature)
-    return rollout(
+    trajectories = rollout(
         env,
         engine,
         make_layout(config.env.layout, policy, env),
@@ -144,6 +145,7 @@ def play(
         history_length=config.env.history_length,
         on_turn=on_turn,
     )
+    return intact(trajectories)
 
 
 def evaluate(policy: Policy, env: BatchedEnv, config: Config, *, progress: bool = False) -> Evaluation:

@@ -114,9 +114,12 @@ def rollout(
             projected = [env.project(generation.text) for generation in generations]
             responses = [generation.response_ids for generation in generations]
             rewards, truncated, infos = episodes.step(prompts, responses, [action for action, _ in projected])
-            cut_off = [i for i in acting if truncated[i]]
+            for i in acting:
+                trajectories[i].truncated = bool(truncated[i])
+                trajectories[i].lost = bool(infos[i].get("lost_worker", False))
+            cut_off = [i for i in acting if truncated[i] and not trajectories[i].lost]
             for i, prompt in zip(cut_off, episodes.prompts(cut_off), strict=True):
-                trajectories[i].truncated, trajectories[i].final_prompt_ids = True, prompt
+                trajectories[i].final_prompt_ids = prompt
             written = zip(acting, prompts, messages, anchors, generations, projected, strict=True)
             for i, prompt, message, anchor, generation, (action, well_formed) in written:
                 trajectory, info = trajectories[i], infos[i]
@@ -129,12 +132,13 @@ def rollout(
                         dense_reward=float(info.get("dense_reward", 0.0)),
                         anchor=anchor,
                         action=action,
-                        is_action_valid=well_formed and info["is_action_valid"],
+                        is_action_valid=bool(well_formed and info["is_action_valid"]),
                         message=message,
                         response=generation.text,
                     )
                 )
-                trajectory.won, trajectory.task_score = info["won"], info["task_score"]
+                # Plain values: an environment may say them in numpy's types, which JSON does not know.
+                trajectory.won, trajectory.task_score = bool(info["won"]), float(info["task_score"])
         if on_turn is not None:
             on_turn(episodes.turn, len(episodes.running))
     return trajectories

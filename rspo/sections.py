@@ -45,8 +45,15 @@ class EnvConfig:
     layout: str = "per_turn"
     """How a trajectory is laid out for the model: each turn a sample of its own with a prompt made anew ("per_turn",
     the paper), or one growing "conversation", of which only the responses carry loss."""
+    workers: int = 0
+    """Processes that the episodes are shared out to (`rspo.envs.workers`); 0: none, they run in the trainer's own.
+    The number does not change results."""
+    worker_timeout: float = 300.0
+    """Seconds after which a worker that has not answered is given up."""
 
     def __post_init__(self) -> None:
+        at_least("env.workers", self.workers, 0)
+        positive("env.worker_timeout", self.worker_timeout)
         at_least("env.history_length", self.history_length, 0)
         one_of("env.layout", self.layout, LAYOUTS)
 

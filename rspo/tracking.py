@@ -11,6 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from .reporters import Record, Reporter
+from .storage import writing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -39,14 +40,10 @@ class Tracker:
     ) -> None:
         self.folder = folder
         self.path = folder / METRICS_FILE
-        self.records = records
         self.progress = progress
-        if self.path.exists():
-            kept = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[:records]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept), encoding="utf-8")
-            os.replace(partial, self.path)
-        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
+        with writing(self.path):
+            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
+            self.records = _cut(self.path, records)
         before = read_metrics(folder) if reporters else []
         self.reporters = [reporter(folder, before) for reporter in reporters]
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
@@ -59,11 +56,17 @@ class Tracker:
                 plain[name] = value
             else:
                 plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
-        self.file.write(json.dumps(plain) + "\n")
-        self.file.flush()
+        with writing(self.path):
+            self.file.write(json.dumps(plain) + "\n")
+            self.file.flush()
         self.records += 1
         for reporter in self.reporters:
             reporter.record(plain)
+
+    def sync(self) -> None:
+        """Bring the records to the disk, so that a checkpoint never counts more of them than are there."""
+        with writing(self.path):
+            os.fsync(self.file.fileno())
 
     def show(self, phase: str, values: Mapping[str, float], advance: int = 0) -> None:
         """Update the bar."""
@@ -86,9 +89,32 @@ class Tracker:
     def close(self) -> None:
         """Close file, reporters and bar."""
         self.bar.close()
-        self.file.close()
         for reporter in self.reporters:
             reporter.close()
+        with writing(self.path):
+            self.file.close()
+
+
+def _cut(path: Path, records: int) -> int:
+    """Cut a file of records in place to the first `records`, which needs no room on the disk; how many there are."""
+    kept = end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if kept == records or not line.endswith(b"\n"):
+                break
+            kept, end = kept + 1, end + len(line)
+    os.truncate(path, end)
+    return kept
+
+
+def without_timings(records: Sequence[Record]) -> list[Record]:
+    """Records without what depends on the machine's speed. All else is the same, bit for bit on one CPU thread, in a
+    run that was interrupted and resumed and in one that was not."""
+    return [{name: value for name, value in record.items() if not _is_timing(name)} for record in records]
+
+
+def _is_timing(name: str) -> bool:
+    return name == "seconds" or name.startswith("seconds/")
 
 
 def _record(line: str) -> Record:

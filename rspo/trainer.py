@@ -25,9 +25,10 @@ from .randomness import RandomStreams
 from .replay import ReplayBuffer
 from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
 from .rollout import rollout
+from .storage import StorageError
 from .timing import PhaseTimer
 from .tracking import Tracker
-from .trajectory import Trajectory
+from .trajectory import Trajectory, intact
 from .update import prepare, update
 
 
@@ -60,15 +61,22 @@ class Trainer:
         self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise)
 
     def train(self) -> None:
-        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way."""
+        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way.
+
+        Raises NonFiniteError after agent A, as it was, has been saved as `checkpoints/failed`: to be looked at, and
+        never gone on from. Raises StorageError where something could not be written.
+        """
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
             while self.books.step < self.config.run.steps:  # 3: for each loop of RSPO do
                 self._loop()
                 self._save_if_due()
-        except NonFiniteError:
-            self._save(self.folder / "checkpoints" / "failed")
+        except NonFiniteError as error:
+            try:
+                self._save(self.folder / "checkpoints" / "failed")
+            except StorageError as storage_error:
+                raise NonFiniteError(f"{error}; in addition, {storage_error}") from error
             raise
 
     def _loop(self) -> None:
@@ -146,7 +154,7 @@ class Trainer:
                 on_turn=on_turn,
             )
         self.books.count(trajectories)
-        return trajectories
+        return intact(trajectories)
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
         """One update of an agent on trajectories with advantages: one pass, in mini-batches."""
@@ -159,7 +167,8 @@ class Trainer:
         stats = update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
         return stats | zero_advantages(batch) | agent.learning_rates
 
-    # Checkpoints stand between loops, where agent B does not exist.
+    # Checkpoints stand between loops, where agent B does not exist. A loop that was cut off is done again, from the
+    # same weights and random states, to the same result.
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many updates, and after the last, happens now."""
@@ -174,13 +183,16 @@ class Trainer:
             prune_checkpoints(folder, self.config.run.keep)
 
     def _save(self, path: Path) -> None:
+        self.books.tracker.sync()
         state = {**self.books.state(), "random": self.random.state()}
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
     def close(self) -> None:
         """Close the records and the environment."""
-        self.books.tracker.close()
-        self.env.close()
+        try:
+            self.books.tracker.close()
+        finally:
+            self.env.close()
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint."""

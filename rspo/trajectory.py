@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
+
+from .envs.base import WorkerError
 
 ON_POLICY = "on_policy"
 REPLAY = "replay"
@@ -45,10 +48,12 @@ class Trajectory:
     """One episode.
 
     task: the goal in words.  group: the task's index in its rollout; members share it.  index: member of the group.
-    truncated: ended by the turn limit, so that its last state is not terminal.
+    truncated: ended by the turn limit, so that its last state is not terminal, or cut off by a lost worker.
+    lost: cut off because its environment's worker was lost (`rspo.envs.workers`); see `intact`.
     source: "on_policy" or "replay".
     task_type: the kind of task, where the environment has kinds; "" otherwise.
-    final_prompt_ids: int64 [P], what the model would have read next, of a truncated trajectory; else None.
+    final_prompt_ids: int64 [P], what the model would have read next, of a truncated trajectory that was not lost; else
+        None.
     rewards: float32 [turns], the rewards that are trained on, set by `rspo.rewards.relabel`.
     advantages: float32 [turns], set by an estimator.
     """
@@ -60,6 +65,7 @@ class Trajectory:
     won: bool = False
     task_score: float = 0.0
     truncated: bool = False
+    lost: bool = False
     source: str = ON_POLICY
     task_type: str = ""
     final_prompt_ids: np.ndarray | None = None
@@ -86,6 +92,21 @@ class Trajectory:
     def num_tokens(self) -> int:
         """Response tokens."""
         return sum(len(turn.response_ids) for turn in self.turns)
+
+
+def intact(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Those that were played to their own end. A lost worker says nothing about the agent: counted as a failure, its
+    episodes would teach against what they did. Their groups go on with the other members.
+
+    That is unbiased where losses have nothing to do with what the agent does. Where an action makes the environment
+    crash, or longer episodes are lost more often, what remains is the sample without those.
+
+    Raises WorkerError where nothing remains.
+    """
+    kept = [trajectory for trajectory in trajectories if not trajectory.lost]
+    if not kept:
+        raise WorkerError(f"all {len(trajectories)} episodes of a batch were lost with their environments' workers")
+    return kept
 
 
 def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:

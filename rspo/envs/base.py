@@ -21,6 +21,10 @@ Info = dict[str, Any]
 StepResult = tuple[list[str], np.ndarray, np.ndarray, np.ndarray, list[Info]]
 
 
+class WorkerError(RuntimeError):
+    """Environments cannot go on in worker processes; the message holds a worker's traceback where there is one."""
+
+
 @dataclass(frozen=True)
 class PromptContext:
     """What one agent may see at one turn.
@@ -50,6 +54,7 @@ class BatchedEnv(ABC):
         won: bool.
         task_score: float, the environment's own score of the episode so far.
         dense_reward: float, a step-level process reward, where `has_dense_reward`.
+        lost_worker: bool, True from when the worker process of an unfinished episode was lost (`rspo.envs.workers`).
         task_type: str, the kind of task, where the environment has kinds (success is then also reported by kind).
 
     The outcome reward of `step` is 0 until the last turn. `terminated` is the environment's own
