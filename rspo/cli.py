@@ -21,6 +21,7 @@ from .models import Policy
 from .rewards import NonFiniteError
 from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, trained_policy
 from .storage import StorageError
+from .summary import summary_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,12 +84,29 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.set_defaults(command=_eval)
 
     plot = commands.add_parser(
-        "plot", help="draw learning curves", description="Draw the learning curves of one or several runs."
+        "plot",
+        help="draw learning curves",
+        description="Draw the learning curves of runs, finished or not. Runs that differ only in their seed become one"
+        " curve: their mean, and a band from the lowest to the highest.",
     )
     plot.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     plot.add_argument("--out", type=Path, help="picture (default: learning_curve.png in the first run's folder)")
-    plot.add_argument("--labels", nargs="+", help="one for each run (default: the folders' names)")
+    plot.add_argument(
+        "--labels",
+        nargs="+",
+        help="one for each run; equal ones become one curve (default: method and the settings that differ)",
+    )
+    plot.add_argument("--panels", nargs="+", metavar="PANEL", help="what to draw, e.g. success cost kl (default: all)")
     plot.set_defaults(command=_plot)
+
+    summary = commands.add_parser(
+        "summary",
+        help="compare runs in a table",
+        description="Held-out success of runs, before, after, best and mean, with what it cost.",
+    )
+    summary.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
+    summary.add_argument("--labels", nargs="+", help="one for each run, as for plot")
+    summary.set_defaults(command=_summary)
     return parser
 
 
@@ -157,7 +175,7 @@ def _train(parsed: argparse.Namespace) -> None:
     from .plotting import plot_runs
 
     plot_runs([folder], folder / "learning_curve.png")
-    print(f"run folder: {folder}")
+    print(f"{summary_table([folder])}\n\nrun folder: {folder}")
 
 
 def _eval(parsed: argparse.Namespace) -> None:
@@ -178,7 +196,15 @@ def _plot(parsed: argparse.Namespace) -> None:
     from .plotting import plot_runs
 
     try:
-        written = plot_runs(parsed.runs, parsed.out or parsed.runs[0] / "learning_curve.png", parsed.labels)
+        out = parsed.out or parsed.runs[0] / "learning_curve.png"
+        written = plot_runs(parsed.runs, out, parsed.labels, parsed.panels)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(written)
+
+
+def _summary(parsed: argparse.Namespace) -> None:
+    try:
+        print(summary_table(parsed.runs, parsed.labels))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
