@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
@@ -15,13 +16,20 @@ from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, SPLITS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
 from .envs.base import WorkerError
+from .envs.household import VOCABULARY
 from .evaluate import evaluate
 from .interruption import Interrupted, interruptible
-from .models import Policy
+from .models import Policy, tiny_policy
+from .randomness import named_seed
+from .reward_model import SETTINGS_FILE
+from .reward_training import train_reward_model
 from .rewards import NonFiniteError
 from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, trained_policy
 from .storage import StorageError
 from .summary import summary_table
+
+
+_Commands = Any  # argparse names the type of add_subparsers' result only privately
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--method", choices=METHODS, help="rspo (default), or a base method alone")
     train.add_argument("--base", choices=ESTIMATORS, help="the method that both agents of rspo use (default: grpo)")
     train.add_argument("--out", type=Path, help="run folder (default: runs/METHOD-ENV-seedSEED)")
+    train.add_argument(
+        "--dense-reward",
+        metavar="SOURCE",
+        help="what agent B learns from: environment (default), model:FOLDER of a reward model, or"
+        " package.module:function of a trajectory",
+    )
     train.add_argument("--steps", type=int, metavar="N", help="updates of agent A")
     train.add_argument("--save-every", type=int, metavar="N", help="updates of agent A between checkpoints")
     train.add_argument("--keep", type=int, metavar="N", help="newest checkpoints that are kept")
@@ -82,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
+
+    _add_collect(commands)
+    _add_reward_model(commands)
 
     plot = commands.add_parser(
         "plot",
@@ -108,6 +125,60 @@ def _parser() -> argparse.ArgumentParser:
     summary.add_argument("--labels", nargs="+", help="one for each run, as for plot")
     summary.set_defaults(command=_summary)
     return parser
+
+
+def _add_collect(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "collect",
+        help="write trajectories to a file",
+        description=f"Play random training tasks, once each, and append the trajectories to {TRAJECTORIES_FILE} in a"
+        " folder, one JSON object a line; e.g. to train a reward model on. A summary is printed.",
+    )
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--policy", metavar="PATH", help="a model folder acts")
+    who.add_argument("--run", type=Path, metavar="DIR", help="the latest checkpoint of a run acts, with its settings")
+    who.add_argument(
+        "--expert",
+        type=float,
+        metavar="RATE",
+        help="the environment's scripted expert acts: a step is the expert's with this probability, else random",
+    )
+    parser.add_argument(
+        "--trajectories",
+        type=int,
+        default=2000,
+        metavar="N",
+        help="trajectories in the file at the end (default: 2000)",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of the file")
+    parser.add_argument(
+        "--resume", action="store_true", help="add to the file that --out holds, whoever played that, until it holds N"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_settings(parser, training=False)
+    parser.set_defaults(command=_collect)
+
+
+def _add_reward_model(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "reward-model",
+        help="train a process reward model",
+        description="Train a model that gives each turn a reward, such that a trajectory's rewards add up to its final"
+        " score. Its folder is a dense reward: rspo train --dense-reward model:FOLDER. Without --model, a tiny one is"
+        " trained from nothing with the default preset's reward_model settings; with --model, a causal language model is"
+        " fine-tuned with the paper preset's, unless --preset says otherwise.",
+    )
+    parser.add_argument(
+        "data", type=Path, nargs="+", metavar="DATA", help="files of `rspo collect`, or the folders that hold them"
+    )
+    parser.add_argument("--model", metavar="PATH", help="folder of a causal language model to start from")
+    parser.add_argument("--out", type=Path, help="folder of the reward model (default: runs/reward-model-seedSEED)")
+    parser.add_argument("--epochs", type=int, metavar="N", help="passes over the trajectories")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="trajectories of an update")
+    parser.add_argument("--learning-rate", type=float, metavar="LR", help="learning rate of AdamW")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_settings(parser, training=False)
+    parser.set_defaults(command=_reward_model)
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
@@ -140,6 +211,10 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
         "base": getattr(parsed, "base", None),
         "env.name": parsed.env,
         "policy.path": getattr(parsed, "policy", None),
+        "rewards.dense": getattr(parsed, "dense_reward", None),
+        "reward_model.epochs": getattr(parsed, "epochs", None),
+        "reward_model.batch_size": getattr(parsed, "batch_size", None),
+        "reward_model.learning_rate": getattr(parsed, "learning_rate", None),
         "run.seed": parsed.seed,
         "run.steps": getattr(parsed, "steps", None),
         "run.save_every": getattr(parsed, "save_every", None),
@@ -190,6 +265,63 @@ def _eval(parsed: argparse.Namespace) -> None:
     with closing(build_env(config)) as env:
         evaluation = evaluate(policy, env, config, progress=True)
     print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
+
+
+def _collect(parsed: argparse.Namespace) -> None:
+    stored = parsed.run / CONFIG_FILE if parsed.run is not None else None
+    if stored is not None and not stored.is_file():
+        raise ConfigError(f"--run: {parsed.run} holds no run ({CONFIG_FILE} is missing)")
+    if parsed.trajectories < 1:
+        raise ConfigError(f"--trajectories must be >= 1, got {parsed.trajectories}")
+    if parsed.expert is not None and not 0 <= parsed.expert <= 1:
+        raise ConfigError(f"--expert must be a probability in [0, 1], got {parsed.expert}")
+    config = _settings(parsed, load_config(stored) if stored is not None else None)
+    set_threads(config)
+    env = build_env(config)
+    if parsed.run is not None:
+        policy = trained_policy(parsed.run, config)
+    elif config.policy.path is not None:
+        policy = Policy.load(config.policy.path, config.policy)
+    else:
+        expert_of(env)
+        policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
+    try:
+        summary = collect(
+            env,
+            policy,
+            config,
+            parsed.out,
+            parsed.trajectories,
+            expert_rate=parsed.expert,
+            resume=parsed.resume,
+            progress=not parsed.quiet,
+        )
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, f"--resume goes on after what {parsed.out} holds") from None
+    finally:
+        env.close()
+    print(f"{parsed.out / TRAJECTORIES_FILE}: {_listed(summary)}")
+
+
+def _reward_model(parsed: argparse.Namespace) -> None:
+    if parsed.preset is None:
+        parsed.preset = "default" if parsed.model is None else "paper"
+    config = _settings(parsed)
+    set_threads(config)
+    folder = parsed.out or Path("runs") / f"reward-model-seed{config.run.seed}"
+    if (folder / SETTINGS_FILE).exists():
+        raise ConfigError(f"{folder} already holds a reward model; choose another --out")
+    trajectories = load_trajectories(parsed.data)
+    measured = train_reward_model(trajectories, config, folder, path=parsed.model, progress=not parsed.quiet)
+    if measured:
+        print(f"on held-out trajectories: {_listed(measured)}")
+    print(f"use it: rspo train --dense-reward model:{folder}")
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:g}" if name == "trajectories" else f"{name} {value:.4f}" for name, value in values.items()
+    )
 
 
 def _plot(parsed: argparse.Namespace) -> None:

@@ -66,6 +66,7 @@ class ScriptedEngine:
 
     def _ended(self, response: np.ndarray) -> np.ndarray:
         """A response with its end-of-sequence token, where the length limit leaves room for one."""
-        if len(response) >= self.config.max_response_tokens:
-            return response
-        return np.append(response, self.policy.eos_token_ids[0])
+        end = self.policy.eos_token_ids[:1]
+        return (
+            response if len(response) >= self.config.max_response_tokens else np.append(response, end).astype(np.int64)
+        )
