@@ -168,9 +168,10 @@ class EstimatorConfig:
     verl-agent)."""
     whiten: bool = True
     """PPO: advantages of an update's batch with mean 0 and deviation 1."""
-    bootstrap: bool = True
+    bootstrap: bool = False
     """PPO: a truncated trajectory goes on with the critic's value of the state it was cut off in. False: it ends with
-    0, which makes the turn limit part of the task."""
+    0, which makes the turn limit part of the task. Without a discount, and with most trajectories truncated, a value
+    that is its own target has nothing to hold it: on household it drifts until the policy collapses."""
 
     def __post_init__(self) -> None:
         one_of("estimator.singleton", self.singleton, SINGLETONS)
@@ -313,6 +314,8 @@ class SwapConfig:
     """Replay fewer trajectories rather than unsuccessful ones."""
     fresh_optimizer: bool = False
     """B starts with a new optimiser instead of a copy of A's state."""
+    ignore_behavior: bool = False
+    """Treat replayed tokens as if A had written them: ratio to π_old and clip centre 1, whoever sampled them."""
     mixture: str = "two-means"
     """"two-means": (1 - α)·mean of the on-policy terms + α·mean of the replayed terms (eq. 1); "pooled": one mean."""
 

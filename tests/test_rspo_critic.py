@@ -71,7 +71,7 @@ def test_values_are_of_the_states_in_which_tokens_were_chosen(backbone: str) -> 
 
 
 def test_trajectory_level_steps_over_tokens_and_bootstraps_what_was_cut_off() -> None:
-    config = ppo_config("estimator.whiten=false", "estimator.gamma=0.9", "estimator.lam=0.8")
+    config = ppo_config("estimator.whiten=false", "estimator.gamma=0.9", "estimator.lam=0.8", "estimator.bootstrap=true")
     agent = agent_of(config)
     made = trajectories()
     batch = prepared(agent, config, made)
@@ -93,7 +93,7 @@ def test_trajectory_level_steps_over_tokens_and_bootstraps_what_was_cut_off() ->
 
 
 def test_without_bootstrap_a_cut_off_trajectory_ends_with_zero() -> None:
-    config = ppo_config("estimator.bootstrap=false")
+    config = ppo_config()
     batch = prepared(agent_of(config), config)
     assert batch.bootstrap is not None
     assert not batch.bootstrap.any()
@@ -153,7 +153,7 @@ def test_value_loss_by_hand() -> None:
 @pytest.mark.parametrize("backbone", ["own", "shared"])
 def test_updates_teach_the_critic(backbone: str) -> None:
     flags = [f"critic.backbone={backbone}", "optimizer.learning_rate=1e-3", "critic.learning_rate=3e-3"]
-    config = ppo_config(*flags, "critic.value_clip=null", "estimator.lam=1.0", "estimator.bootstrap=false")
+    config = ppo_config(*flags, "critic.value_clip=null", "estimator.lam=1.0")
     agent = agent_of(config)
     made = trajectories()
     errors = []
