@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from .config_io import method_names, preset
+from .runs import CONFIG_FILE
 from .tracking import read_metrics
 
-CONFIG_FILE = "config.yaml"
 IGNORED = (
     "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "evaluation.transcripts",
     "policy.device", "policy.packing", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
@@ -75,16 +75,23 @@ class Group:
     runs: Sequence[RunData]
 
 
+def read_groups(folders: Sequence[Path], labels: Sequence[str] | None = None) -> list[Group]:
+    """The runs of folders as by `group_runs`. Raises ValueError for no folder, FileNotFoundError for one without
+    metrics."""
+    if not folders:
+        raise ValueError("at least one run folder must be given, got none")
+    if labels is not None and len(labels) != len(folders):
+        raise ValueError(f"labels must be as many as runs ({len(folders)}), got {len(labels)}")
+    return group_runs([RunData.read(folder) for folder in folders], labels)
+
+
 def group_runs(runs: Sequence[RunData], labels: Sequence[str] | None = None) -> list[Group]:
     """Runs by what they have learned from, in the order of their first runs.
 
     labels: one for each run instead; runs with equal labels are a group.
 
-    A label is the method, followed by those settings in which the given runs of that method differ. Raises ValueError
-    for another number of labels than runs.
+    A label is the method, followed by those settings in which the given runs of that method differ.
     """
-    if labels is not None and len(labels) != len(runs):
-        raise ValueError(f"labels must be as many as runs ({len(runs)}), got {len(labels)}")
     groups: defaultdict[Any, list[RunData]] = defaultdict(list)
     if labels is not None:
         for run, label in zip(runs, labels, strict=True):

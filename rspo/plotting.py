@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from .comparison import Group, RunData, group_runs
+from .comparison import Group, RunData, read_groups
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,10 @@ def plot_runs(
         FileNotFoundError: a folder without metrics.
         ValueError: no folder, another number of labels, an unknown panel, or nothing to draw in any run.
     """
-    if not folders:
-        raise ValueError("plot_runs needs at least one run folder")
     for name in panels or ():
         if name not in PANELS:
             raise ValueError(f"panels must be some of {', '.join(PANELS)}, got {name!r}")
-    groups = group_runs([RunData.read(folder) for folder in folders], labels)
+    groups = read_groups(folders, labels)
     drawn = [PANELS[name] for name in panels or PANELS if _drawn(PANELS[name], groups)]
     if not drawn:
         names = ", ".join(str(folder) for folder in folders)

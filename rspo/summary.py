@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .comparison import Group, RunData, group_runs
+from .comparison import Group, RunData, read_groups
 
 COLUMNS = ("run", "seed", "A-updates", "start", "last", "95 %", "best", "at", "mean", "trajectories", "tokens", "time")
 NONE = "-"
@@ -23,10 +23,8 @@ def summary_table(folders: Sequence[Path], labels: Sequence[str] | None = None) 
 
     Raises FileNotFoundError and ValueError as `plotting.plot_runs`.
     """
-    if not folders:
-        raise ValueError("summary_table needs at least one run folder")
     rows: list[Sequence[str]] = [COLUMNS]
-    for group in group_runs([RunData.read(folder) for folder in folders], labels):
+    for group in read_groups(folders, labels):
         rows += [_row(group.label, run) for run in group.runs]
         if len(group.runs) > 1:
             rows.append(_mean_row(group))

@@ -10,6 +10,7 @@ import numpy as np
 
 from .evaluate import Evaluation
 from .models import Policy
+from .storage import write_text, writing
 from .trajectory import Trajectory
 
 TRANSCRIPTS = "transcripts"
@@ -18,33 +19,37 @@ TRANSCRIPTS = "transcripts"
 
 def write_transcripts(path: Path, policy: Policy, evaluation: Evaluation, count: int, step: int) -> None:
     """Write `count` of the episodes at the main temperature, the same ones at every evaluation; and where all of those
-    were won, or all lost, one of the other kind, if there is any."""
+    were won, or all lost, one of the other kind, if there is any. Raises StorageError."""
     temperature, episodes = evaluation.main
     shown = chosen(episodes, count)
+    numbers = ", ".join(str(episode.group) for episode in shown)
     heading = (
-        f"After {step} updates of agent A: episodes {', '.join(map(str, shown))} of {len(episodes)}"
-        f" ({evaluation.split}), temperature {temperature:g}."
+        f"After {step} updates of agent A: episodes {numbers} of {len(episodes)} ({evaluation.split}), temperature"
+        f" {temperature:g}."
     )
-    parts = [heading, *(transcript(policy, episodes[i], i) for i in shown)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    parts = [heading, *(transcript(policy, episode) for episode in shown)]
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, "\n\n".join(parts) + "\n")
 
 
-def chosen(episodes: Sequence[Trajectory], count: int) -> list[int]:
-    """Indices of episodes to show: `count` spread evenly, and the first of an outcome that none of them has."""
-    indices = [i * len(episodes) // count for i in range(min(count, len(episodes)))]
-    outcomes = {episodes[i].won for i in indices}
-    other = [i for i, episode in enumerate(episodes) if episode.won not in outcomes]
-    return indices + other[:1]
+def chosen(episodes: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """Episodes to show: `count` spread evenly by their number, as far as they are there, and the first of an outcome
+    that none of them has."""
+    total = episodes[-1].group + 1  # an episode's group is its number; lost ones are missing
+    numbers = {i * total // min(count, total) for i in range(min(count, total))}
+    shown = [episode for episode in episodes if episode.group in numbers]
+    outcomes = {episode.won for episode in shown}
+    return shown + [episode for episode in episodes if episode.won not in outcomes][:1]
 
 
-def transcript(policy: Policy, trajectory: Trajectory, number: int) -> str:
+def transcript(policy: Policy, trajectory: Trajectory) -> str:
     """One episode: task, outcome, and at each turn what the model read and wrote, token for token: special tokens
     stand where the model saw them. Of a prompt that continues the turn before it, only what is new."""
     outcome = "won" if trajectory.won else "lost, cut off by the turn limit" if trajectory.truncated else "lost"
     kind = f" ({trajectory.task_type})" if trajectory.task_type else ""
     lines = [
-        f"=== episode {number}: {outcome}; reward {trajectory.outcome:g}, dense return {trajectory.dense_return:.3g},"
+        f"=== episode {trajectory.group}: {outcome}; reward {trajectory.outcome:g}, dense return {trajectory.dense_return:.3g},"
         f" {len(trajectory)} turns",
         f"task: {trajectory.task}{kind}",
     ]
