@@ -28,7 +28,6 @@ from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, t
 from .storage import StorageError
 from .summary import summary_table
 
-
 _Commands = Any  # argparse names the type of add_subparsers' result only privately
 
 
@@ -165,7 +164,7 @@ def _add_reward_model(commands: _Commands) -> None:
         help="train a process reward model",
         description="Train a model that gives each turn a reward, such that a trajectory's rewards add up to its final"
         " score. Its folder is a dense reward: rspo train --dense-reward model:FOLDER. Without --model, a tiny one is"
-        " trained from nothing with the default preset's reward_model settings; with --model, a causal language model is"
+        " trained from nothing with the default preset's settings; with --model, a causal language model is"
         " fine-tuned with the paper preset's, unless --preset says otherwise.",
     )
     parser.add_argument(
