@@ -121,7 +121,10 @@ class Policy:
         if not distinct:
             return []
         encoded = self.tokenizer(
-            list(distinct.values()), add_special_tokens=add_special_tokens, return_attention_mask=False
+            list(distinct.values()),
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            verbose=False,  # of texts beyond the tokenizer's own limit: engines and reward models see to lengths
         )
         ids = {key: np.array(row, dtype=np.int64) for key, row in zip(distinct, encoded["input_ids"], strict=True)}
         return [ids[key] for key in keys]

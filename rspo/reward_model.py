@@ -9,7 +9,6 @@ A conversation is read in one causal pass, so that h_t has seen everything up to
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from .config import ConfigError, PolicyConfig
 from .conversations import Reading, read_conversations
 from .models import Policy
+from .storage import write_text, writing
 from .trajectory import Trajectory
 
 SETTINGS_FILE = "reward_model.json"
@@ -74,16 +74,19 @@ class RewardModel:
         return model
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
-        """Write a folder: the LM as transformers loads it, the head, and `reward_model.json`, which comes last, whole,
-        and with what is to be known `about` the model: a folder that has it is complete."""
+        """Write a folder: the LM as transformers loads it, the head, and `reward_model.json`, which comes last: where it
+        is, the folder is complete. Raises StorageError.
+
+        about: what else is to be known of the model.
+        """
         path = Path(path)
-        path.mkdir(parents=True, exist_ok=True)
-        self.policy.save(path)
-        save_file(self.head.state_dict(), path / HEAD_FILE)
         settings = {"format": FORMAT, "head_width": self.head_width, "max_tokens": self.max_tokens, **(about or {})}
-        partial = path / f".{SETTINGS_FILE}.partial"
-        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path / SETTINGS_FILE)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            (path / SETTINGS_FILE).unlink(missing_ok=True)
+            self.policy.save(path)
+            save_file(self.head.state_dict(), path / HEAD_FILE)
+        write_text(path / SETTINGS_FILE, json.dumps(settings, indent=2) + "\n")
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of the LM and of the head."""
