@@ -74,8 +74,8 @@ class RewardModel:
         return model
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:
-        """Write a folder: the LM as transformers loads it, the head, and `reward_model.json`, which comes last: where it
-        is, the folder is complete. Raises StorageError.
+        """Write a folder: the LM as transformers loads it, the head, and last `reward_model.json`: where that is, the
+        folder is complete. Raises StorageError.
 
         about: what else is to be known of the model.
         """
