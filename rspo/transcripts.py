@@ -49,8 +49,8 @@ def transcript(policy: Policy, trajectory: Trajectory) -> str:
     outcome = "won" if trajectory.won else "lost, cut off by the turn limit" if trajectory.truncated else "lost"
     kind = f" ({trajectory.task_type})" if trajectory.task_type else ""
     lines = [
-        f"=== episode {trajectory.group}: {outcome}; reward {trajectory.outcome:g}, dense return {trajectory.dense_return:.3g},"
-        f" {len(trajectory)} turns",
+        f"=== episode {trajectory.group}: {outcome}; reward {trajectory.outcome:g},"
+        f" dense return {trajectory.dense_return:.3g}, {len(trajectory)} turns",
         f"task: {trajectory.task}{kind}",
     ]
     before = np.zeros(0, dtype=np.int64)
