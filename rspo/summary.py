@@ -67,9 +67,11 @@ def _mean_row(group: Group) -> list[str]:
         [record["success"] for record in run.of_kind("evaluation") if record.get("success") is not None]
         for run in group.runs
     ]
+    lengths = {updates[-1]["step"] if (updates := run.of_kind("update")) else 0 for run in group.runs}
+    unequal = " (of unequal length)" if len(lengths) > 1 else ""
     means = [float(np.mean(later)) for run in group.runs if (later := _later(run.of_kind("evaluation")))]
     return [
-        f"{group.label}, mean of {len(group.runs)}",
+        f"{group.label}, mean of {len(group.runs)}{unequal}",
         *["", ""],
         _percent(float(np.mean([s[0] for s in successes if s]))) if any(successes) else NONE,
         _spread([s[-1] for s in successes if s]),
