@@ -374,7 +374,7 @@ class WorkerEnv(BatchedEnv):
         worker.losses_in_a_row += 1
         text = f"environment worker {worker.index} {reason}"
         if worker.losses_in_a_row >= LIMIT:
-            raise WorkerError(f"{text}; that is the {LIMIT}rd time in a row without a finished step")
+            raise WorkerError(f"{text}; it was lost {LIMIT} times in a row without a finished step in between")
         logger.warning("%s; %s, and it is started again", text, consequence)
         worker.start()
 
