@@ -57,10 +57,12 @@ def success_by_type(trajectories: Sequence[Trajectory]) -> dict[str, SuccessRate
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Means over trajectories: success and truncation rate, outcome reward, task score, dense return, turns; and the
-    share of invalid actions among turns."""
+    """Means over trajectories: success and truncation rate, outcome reward, task score, the environment's dense return,
+    turns; where they are labelled, the sum of the rewards that are trained on; and the share of invalid actions among
+    turns."""
     turns = sum(len(t) for t in trajectories)
     invalid = sum(not turn.is_action_valid for t in trajectories for turn in t.turns)
+    trained = [float(t.rewards.sum()) for t in trajectories if t.rewards is not None]
     return {
         "success": float(np.mean([t.won for t in trajectories])),
         "reward": float(np.mean([t.outcome for t in trajectories])),
@@ -69,6 +71,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "turns": turns / len(trajectories),
         "truncated": float(np.mean([t.truncated for t in trajectories])),
         "invalid_actions": invalid / max(turns, 1),
+        **({"trained_return": float(np.mean(trained))} if trained else {}),
     }
 
 

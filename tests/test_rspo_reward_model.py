@@ -485,6 +485,9 @@ def test_collect_reward_model_and_train_through_the_command_line(
     command = ["train", "--policy", str(start), "--dense-reward", f"model:{model}", "--out", str(run), "--quiet"]
     assert main([*command, "--steps", "2", *flags()]) == 0
     assert seen == ["B", "B", "A", "A"]
+    dense, outcome = read_metrics(run, "dense")[-1], read_metrics(run, "update")[-1]
+    assert outcome["trained_return"] == pytest.approx(outcome["reward"])
+    assert dense["trained_return"] != pytest.approx(dense["dense_return"])
 
     capsys.readouterr()
     more = ["collect", "--run", str(run), "--out", str(tmp_path / "more"), "--trajectories", "8", "--quiet"]
