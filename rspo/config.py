@@ -50,7 +50,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
     reward_model: RewardModelConfig = field(
-        default_factory=lambda: RewardModelConfig(epochs=4, batch_size=32, learning_rate=1e-3, warmup_updates=20)
+        default_factory=lambda: RewardModelConfig(epochs=8, batch_size=32, learning_rate=1e-3, warmup_updates=20)
     )
     """Of a tiny model; SPA-RL's settings for a pre-trained one are the paper preset's."""
     swap: SwapConfig = field(default_factory=SwapConfig)
