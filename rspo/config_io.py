@@ -142,6 +142,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if hint is int and not isinstance(value, bool) and float(value) == int(float(value)):
             return int(float(value))
+        if hint is str and isinstance(value, bool):
+            return "on" if value else "off"  # as which YAML reads these words without quotes
         if hint in (bool, str) and isinstance(value, hint):
             return value
     except (TypeError, ValueError):
