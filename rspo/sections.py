@@ -225,8 +225,7 @@ class RewardConfig:
         one_of("rewards.train", self.train, TRAIN_REWARDS)
         if self.dense != "environment" and not all(self.dense.partition(":")):
             raise ConfigError(
-                "rewards.dense must be 'environment', 'model:FOLDER' or 'package.module:function',"
-                f" got {self.dense!r}"
+                f"rewards.dense must be 'environment', 'model:FOLDER' or 'package.module:function', got {self.dense!r}"
             )
         if self.dense_scale is not None:
             positive("rewards.dense_scale", self.dense_scale)

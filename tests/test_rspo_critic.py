@@ -71,7 +71,8 @@ def test_values_are_of_the_states_in_which_tokens_were_chosen(backbone: str) -> 
 
 
 def test_trajectory_level_steps_over_tokens_and_bootstraps_what_was_cut_off() -> None:
-    config = ppo_config("estimator.whiten=false", "estimator.gamma=0.9", "estimator.lam=0.8", "estimator.bootstrap=true")
+    flags = ["estimator.whiten=false", "estimator.gamma=0.9", "estimator.lam=0.8", "estimator.bootstrap=true"]
+    config = ppo_config(*flags)
     agent = agent_of(config)
     made = trajectories()
     batch = prepared(agent, config, made)
@@ -214,7 +215,7 @@ def test_checkpoints_keep_critic_and_optimisers(backbone: str, tmp_path: Path) -
     agent = agent_of(config)
     update(agent, prepared(agent, config), trajectories(), config, 0.25, np.random.default_rng(0), PhaseTimer())
     save_checkpoint(tmp_path / "step-000001", agent, {"step": 1})
-    again = load_checkpoint(tmp_path / "step-000001", config).agent
+    again = load_checkpoint(tmp_path / "step-000001", config, has_critic=True).agent
     for one in (agent, again):
         update(one, prepared(one, config), trajectories(), config, 0.25, np.random.default_rng(1), PhaseTimer())
     for (name, p), (_, q) in zip(agent.named_parameters(), again.named_parameters(), strict=True):

@@ -81,7 +81,7 @@ def test_packing_changes_nothing_but_the_way(start: Path, tmp_path: Path) -> Non
     results = []
     for packing in ("off", "on"):
         flags = [*SMALL, *SINGLE, f"policy.path={start}", f"policy.packing={packing}", "env.layout=conversation"]
-        config = apply_flags(default_config("ppo"), [*flags, "run.steps=1"])
+        config = apply_flags(default_config("ppo"), [*flags, "run.steps=1", "estimator.invalid_penalty=0.1"])
         results.append(run(config, tmp_path / packing)[1])
     for name in ("loss", "critic/loss", "gradient_norm", "entropy", "reward"):
         assert results[0][name] == pytest.approx(results[1][name], rel=1e-4, abs=1e-6), name

@@ -17,6 +17,7 @@ STEPS = 54
 EQUAL_TRAJECTORIES = 126
 """Updates of a plain method that sample as many trajectories as 54 A-updates under RSPO: 54·896/384."""
 
+EVERY_RUN = ("evaluation.temperatures=[1.0]", "evaluation.transcripts=0")
 STARTS = {
     "1.2 %": ("warmup.band=[0.010, 0.015]", "warmup.held_out_band=[0.005, 0.015]"),
     "0.6 %": ("warmup.band=[0.004, 0.008]", "warmup.held_out_band=[0.002, 0.010]"),
@@ -42,7 +43,7 @@ class Spec:
     @property
     def settings(self) -> list[str]:
         """Flags of the run, less the start policy's path."""
-        return [f"run.seed={self.seed}", f"run.steps={self.steps}", *self.flags]
+        return [f"run.seed={self.seed}", f"run.steps={self.steps}", *EVERY_RUN, *self.flags]
 
     @property
     def key(self) -> str:
