@@ -25,7 +25,7 @@ from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
 from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, trained_policy
-from .storage import StorageError
+from .storage import StorageError, writing
 from .summary import summary_table
 
 _Commands = Any  # argparse names the type of add_subparsers' result only privately
@@ -245,10 +245,14 @@ def _train(parsed: argparse.Namespace) -> None:
         raise Interrupted(stop.signal_number, how_to_go_on(folder)) from None
     except StorageError as error:
         raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
+    except WorkerError as error:
+        raise WorkerError(f"{error}; {how_to_go_on(folder)}") from error
 
     from .plotting import plot_runs
 
-    plot_runs([folder], folder / "learning_curve.png")
+    picture = folder / "learning_curve.png"
+    with writing(picture):
+        plot_runs([folder], picture)
     print(f"{summary_table([folder])}\n\nrun folder: {folder}")
 
 

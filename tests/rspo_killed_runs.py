@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,7 @@ def child(job: dict[str, Any], answer: int) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    import_module("rspo.plotting")  # for all children
     for line in sys.stdin:
         job = json.loads(line)
         if job["do"] == "save":

@@ -118,6 +118,13 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     return get
 
 
+@pytest.fixture(scope="module")
+def whole_command(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The run of `Forks.rspo`, uninterrupted, and its moments."""
+    folder = tmp_path_factory.mktemp("command") / "whole"
+    return folder, forks.rspo(folder, 0)[1]
+
+
 def content(folder: Path) -> dict[str, str]:
     """The files below a folder, by their digests; of the state of a run all but the time spent on it."""
     found = {}
@@ -189,7 +196,7 @@ def test_a_kill_at_any_write_of_a_checkpoint_leaves_complete_ones(
     moments, after = save(None)
     assert after.keys() == before.keys() | {target}
     assert after[target]["model.safetensors"] == content(new)["model.safetensors"]
-    assert len(moments) > 20
+    assert len(moments) >= 20
     renamed = moments.index(f"os.rename .{target}.partial")
     for at in range(len(moments)):
         assert save(at)[1] == (after if at > renamed else before), moments[at]
@@ -236,9 +243,11 @@ def test_records_are_cut_in_place_and_never_short_of_the_checkpoint(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("number", "code", "said"), [(2, 130, "Ctrl-C"), (15, 143, "SIGTERM")])
-def test_signals_stop_a_run_cleanly(number: int, code: int, said: str, forks: Forks, tmp_path: Path) -> None:
+def test_signals_stop_a_run_cleanly(
+    number: int, code: int, said: str, forks: Forks, whole_command: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    _, moments = forks.rspo(tmp_path / "whole", 0)
+    expected, moments = whole_command
     first = moments.index("os.rename checkpoints/.step-000002.partial")
     advice = f"rspo train --resume --out {folder}\n"
 
@@ -251,7 +260,7 @@ def test_signals_stop_a_run_cleanly(number: int, code: int, said: str, forks: Fo
     error, _ = forks.rspo(folder, code, "--resume", at=first + 12, number=number)
     assert error.endswith(f"stopped by {said}; the run can go on from checkpoint step-000002: {advice}")
     forks.rspo(folder, 0, "--resume")
-    assert_same_run(folder, tmp_path / "whole")
+    assert_same_run(folder, expected)
 
 
 # Disks
@@ -260,14 +269,13 @@ def test_signals_stop_a_run_cleanly(number: int, code: int, said: str, forks: Fo
 def test_a_full_disk_is_an_error_that_loses_nothing(forks: Forks, tmp_path: Path) -> None:
     """Really full: the system refuses to let a file grow beyond 100 kB, which the weights need."""
     folder = tmp_path / "run"
-    forks.rspo(tmp_path / "whole", 0)
     error, _ = forks.rspo(folder, 2, file_limit=100_000)
     assert f"rspo: error: {folder}/checkpoints/step-000002 could not be written: " in error
     assert "File too large" in error
     assert "; once it can be, the run can go on from its start" in error
     assert "Traceback" not in error
     assert list((folder / "checkpoints").iterdir()) == []
-    forks.rspo(folder, 0, "--resume", "--steps", "2")
+    forks.rspo(folder, 0, "--resume", "--set", "run.steps=2")
     before = content(folder / "checkpoints")
     error, _ = forks.rspo(folder, 2, "--resume", file_limit=100_000)
     assert "step-000004 could not be written: " in error
