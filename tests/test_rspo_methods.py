@@ -30,6 +30,7 @@ SMALL = [
     "run.steps=2",
 ]
 GROUPED = ["rollout.tasks=4", "rollout.group_size=2", "swap.buffer_tasks=3"]
+ONE_STEP = ["optimizer.minibatches=1"]
 SINGLE = ["rollout.tasks=8", "rollout.group_size=1", "swap.buffer_tasks=6"]
 
 
@@ -81,7 +82,7 @@ def test_packing_changes_nothing_but_the_way(start: Path, tmp_path: Path) -> Non
     results = []
     for packing in ("off", "on"):
         flags = [*SMALL, *SINGLE, f"policy.path={start}", f"policy.packing={packing}", "env.layout=conversation"]
-        config = apply_flags(default_config("ppo"), [*flags, "run.steps=1", "estimator.invalid_penalty=0.1"])
+        config = apply_flags(default_config("ppo"), [*flags, "run.steps=1", "estimator.invalid_penalty=0.1", *ONE_STEP])
         results.append(run(config, tmp_path / packing)[1])
     for name in ("loss", "critic/loss", "gradient_norm", "entropy", "reward"):
         assert results[0][name] == pytest.approx(results[1][name], rel=1e-4, abs=1e-6), name
