@@ -23,7 +23,7 @@ from rspo.models import Policy
 from rspo.plotting import plot_runs
 from rspo.rewards import NonFiniteError
 from rspo.runs import open_run
-from rspo.tracking import Tracker, read_metrics
+from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
 from rspo.warmup import INSIDE, demonstrations, measure, warm_up
@@ -38,7 +38,6 @@ SMALL = [
     "evaluation.episodes=8",
     "env.options={max_turns: 3}",
 ]
-TIMES = ("seconds", "seconds/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +66,7 @@ def run(config: Config, folder: Path, resume: bool = False) -> Trainer:
 
 
 def timeless(folder: Path) -> list[dict[str, object]]:
-    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(folder)]
+    return without_timings(read_metrics(folder))
 
 
 def flags_for(start: Path, *flags: str) -> list[str]:
