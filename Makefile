@@ -4,18 +4,30 @@ PYTHON ?= python3
 SEED ?= 0
 BIN := .venv/bin
 READY := .venv/.ready
+PEERS := .venv/.peers
+# A Python that is named is used as it is, with whatever torch it has.
+GIVEN := $(filter-out file default undefined,$(firstword $(origin PYTHON)))
 
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench bench-all bench-report gpu-check clean
 
 help:
 	@echo "make demo    train a small agent with RSPO on the household environment and show what it learned (SEED=0)"
 	@echo "make test    run the whole test suite"
-	@echo "make check   lint, types, and the ahead-of-time compile check of all Triton kernels"
+	@echo "make check   lint, types, the ahead-of-time compile check and the traffic of all Triton kernels, the README's figures"
+	@echo "make bench   the kernels beside other libraries, where a training step's time goes, memory traffic (10 minutes)"
+	@echo "make bench-all     the same and what the compiler makes of the kernels"
+	@echo "make bench-report  the README's figures from the result files"
+	@echo "make gpu-check     on a CUDA machine: tests, kernels, trainer; PYTHON=python3 takes that Python as it is"
 
 $(READY): setup.py requirements/dev.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -r requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps -e .
+	touch $@
+
+# What the bench suites compare with, on top and without dependencies, so that no peer changes torch or transformers.
+$(PEERS): $(READY) requirements/bench.txt
+	$(BIN)/pip install --quiet --no-deps -r requirements/bench.txt
 	touch $@
 
 demo: $(READY)
@@ -25,11 +37,27 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
-check: $(READY)
+check: $(PEERS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m rspo_kernels.compile_check --compare tests/compile_table.json
+	$(BIN)/python -m rspo_kernels.compile_check --compare bench/results/ahead-of-time/compile.json
+	$(BIN)/python -m bench traffic --compare bench/results/interpreter/traffic.json
+	$(BIN)/python -m bench.readme --check
+
+bench: $(PEERS)
+	$(BIN)/python -m bench kernels
+	$(BIN)/python -m bench trainer
+	$(BIN)/python -m bench traffic
+
+bench-all: bench
+	$(BIN)/python -m bench compile
+
+bench-report: $(READY)
+	$(BIN)/python -m bench.readme
+
+gpu-check: $(if $(GIVEN),,$(PEERS))
+	PYTHONPATH=. $(if $(GIVEN),$(PYTHON),$(BIN)/python) -m bench.gpu_check
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -29,6 +29,8 @@ DEVELOP = [
     "types-PyYAML",
     "types-tqdm",
 ]
+# Only what the suites of bench/ compare with; requirements/bench.txt has versions that go together.
+BENCH = ["liger-kernel", "trl", "verl", "cut-cross-entropy"]
 
 setup(
     name="rspo",
@@ -41,7 +43,7 @@ setup(
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
     package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
     install_requires=KERNELS + TRAINER,
-    extras_require={"tensorboard": TENSORBOARD, "dev": DEVELOP + TENSORBOARD},
+    extras_require={"tensorboard": TENSORBOARD, "dev": DEVELOP + TENSORBOARD, "bench": BENCH},
     entry_points={"console_scripts": ["rspo=rspo.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -7,6 +7,7 @@ bench/results/<device>/ (or --out).
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -58,7 +59,10 @@ def save(module: Any, report: Report, folder: Path, text: str) -> None:
     report.write(folder / f"{report.suite}.json")
     (folder / f"{report.suite}.md").write_text(text + "\n", encoding="utf-8")
     if hasattr(module, "plot"):
-        module.plot(report, folder / f"{report.suite}.png")
+        try:
+            module.plot(report, folder / f"{report.suite}.png")
+        except ImportError as error:
+            print(f"no picture: {error}")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -66,18 +70,22 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     suites = parser.add_subparsers(dest="suite", required=True)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     for name, what in SUITES.items():
         sub = suites.add_parser(name, help=what, description=what)
-        sub.add_argument(
-            "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s"
-        )
-        sub.add_argument("--quick", action="store_true", help="few shapes and repetitions, to see that it runs")
-        sub.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<device>")
-        sub.add_argument("--peers", nargs="*", metavar="NAME", help="only these providers beside ours; default: all")
-        module = suite(name)
-        if hasattr(module, "add_arguments"):
-            module.add_arguments(sub)
-        sub.set_defaults(compare=None)
-        if hasattr(module, "compare"):
-            sub.add_argument("--compare", type=Path, metavar="FILE", help="write nothing; fail where worse than FILE")
-    return parser.parse_args(arguments)
+        # Only the suite that will run is imported: the others may need packages or settings of their own.
+        if given[:1] == [name]:
+            _add_arguments(sub, suite(name))
+    return parser.parse_args(given)
+
+
+def _add_arguments(parser: argparse.ArgumentParser, module: Any) -> None:
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument("--quick", action="store_true", help="few shapes and repetitions, to see that it runs")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<device>")
+    parser.add_argument("--peers", nargs="*", metavar="NAME", help="only these providers beside ours; default: all")
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
+    parser.set_defaults(compare=None)
+    if hasattr(module, "compare"):
+        parser.add_argument("--compare", type=Path, metavar="FILE", help="write nothing; fail where worse than FILE")

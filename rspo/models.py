@@ -120,14 +120,21 @@ class Policy:
         distinct = dict(zip(keys, texts, strict=True))
         if not distinct:
             return []
-        encoded = self.tokenizer(
-            list(distinct.values()),
-            add_special_tokens=add_special_tokens,
-            return_attention_mask=False,
-            verbose=False,  # of texts beyond the tokenizer's own limit: engines and reward models see to lengths
-        )
-        ids = {key: np.array(row, dtype=np.int64) for key, row in zip(distinct, encoded["input_ids"], strict=True)}
+        encoded = self._token_ids(list(distinct.values()), add_special_tokens)
+        ids = {key: np.array(row, dtype=np.int64) for key, row in zip(distinct, encoded, strict=True)}
         return [ids[key] for key in keys]
+
+    def _token_ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        """Token ids of texts; `special`: with the tokens that the tokenizer puts around a text."""
+        if self.tokenizer.is_fast:
+            # As the call below without what nobody asks for (offsets): half the time, which is seen in small models.
+            backend = self.tokenizer.backend_tokenizer
+            backend.no_truncation()
+            backend.no_padding()
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
+        # verbose warns of texts beyond the tokenizer's own limit; engines and reward models see to lengths.
+        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
 
     def _chat(self, *messages: dict[str, str]) -> str:
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from . import checks
 from .backends.common import compute_dtype
 from .backends.operators import ops
+from .backends.operators.fused import scale_
 from .config import STATS, PolicyLossConfig
 from .logprobs import as_batch, batch_shape
 from .loss_inputs import LossInputs, TokenGrid, check_config, check_normalizer, per_token
@@ -168,7 +169,7 @@ class _InplaceLogitsLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         loss, stats = ops.logits_policy_loss_(logits.detach(), *arguments)
-        ctx.grad, ctx.num_arguments = logits.detach(), len(arguments)
+        ctx.grad, ctx.num_arguments, ctx.backend = logits.detach(), len(arguments), arguments[-1]
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
@@ -177,7 +178,8 @@ class _InplaceLogitsLoss(torch.autograd.Function):
         if ctx.grad is None:
             raise RuntimeError("logits_policy_loss with inplace=True allows one backward pass; its gradient is used up")
         grad, ctx.grad = ctx.grad, None
-        return grad.mul_(grads[0]), *(None,) * ctx.num_arguments
+        scale_(grad, grads[0], ctx.backend)
+        return grad, *(None,) * ctx.num_arguments
 
 
 def linear_policy_loss(

@@ -9,7 +9,9 @@ import os
 
 import torch
 
-if not torch.cuda.is_available():
+if torch.cuda.is_available():
+    torch.set_float32_matmul_precision("highest")  # some images of CUDA machines come with TF32 switched on
+else:
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest

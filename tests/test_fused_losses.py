@@ -228,7 +228,8 @@ def test_sparsity_is_exact(place):
         loss.backward()
         results.append((loss, *(x.grad for x in leaves), stats))
     for sparse, dense in zip(results[0][:3], results[1][:3], strict=True):
-        assert_close("sparse", sparse, dense, rtol=1e-5, atol=1e-7)
+        # Matmuls of fewer rows may add up in another order.
+        assert_close("sparse", sparse, dense, rtol=1e-5, atol=1e-6)
     assert results[0][3]["num_tokens"] == results[1][3]["num_tokens"] == mask.sum()
     assert 0 < results[1][3]["clip_frac_high"] < results[0][3]["clip_frac_high"], "fewer rows share the statistics"
     needless = ~mask | (advantages == 0)
@@ -259,7 +260,7 @@ def test_sparsity_keeps_the_rows_that_share_a_ratio(place, level):
         results.append((loss, *(x.grad for x in leaves)))
     assert (results[1][1][1:12:2] != 0).any(), "rows without an advantage do move"
     for sparse, dense in zip(*results, strict=True):
-        assert_close(level, sparse, dense, rtol=1e-5, atol=1e-7)
+        assert_close(level, sparse, dense, rtol=1e-5, atol=1e-6)
 
 
 def test_the_weight_gradient_sums_in_full_precision():

@@ -283,7 +283,7 @@ def test_16_four_ragged_micro_batches_are_one_batch(place):
             loss.backward()
         grads.append([x.grad for x in leaves])
     for whole, parts in zip(*grads, strict=True):
-        assert_close("gradient", parts, whole, rtol=1e-5, atol=1e-7)
+        assert_close("gradient", parts, whole, rtol=1e-5, atol=1e-6)
 
 
 def test_18_ratio_is_one_before_any_update(place):
@@ -393,7 +393,7 @@ def test_24_softcap_then_temperature(place):
     targets = torch.tensor([0], device=device)
     logp = token_logprobs(logits, targets, softcap=2.0, temperature=0.5, backend=backend)
     expected = torch.log_softmax(2.0 * torch.tanh(logits.double() / 2.0) / 0.5, -1)[:, 0]
-    assert_close("logp", logp, expected, rtol=1e-6)
+    assert_close("logp", logp, expected, rtol=1e-5)
 
 
 def test_25_targets_at_an_odd_offset(place):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rspo_toys import ParityEnv, small_policy
+from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from rspo.batch import Batch
@@ -217,3 +218,17 @@ def test_batch_rows_and_selection() -> None:
     pieces = batch.micro_batches(max_tokens=12)
     assert sorted(torch.cat(pieces).tolist()) == list(range(9))
     assert all(len(p) == 1 or len(p) * int(batch.row_lengths[p].max()) <= 12 for p in pieces)
+
+
+def test_prompts_are_encoded_as_the_tokenizer_encodes_them() -> None:
+    """Also where the tokenizer adds tokens of its own, and after someone made it cut and pad."""
+    policy = small_policy()
+    backend = policy.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
+    prompts = ["go kitchen", "take", "go kitchen", "no such words here"]
+    expected = policy.tokenizer(prompts)["input_ids"]
+    assert expected[0][0] == 1
+    backend.enable_truncation(2)
+    backend.enable_padding()
+    assert [row.tolist() for row in policy.encode(prompts)] == expected
+    assert policy.tokenizer(prompts)["input_ids"] == expected

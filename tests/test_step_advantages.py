@@ -154,10 +154,10 @@ def test_a_penalty_is_its_own_turns_alone(place):
 
     ours = call()
     free = step_advantages(rewards, groups, trajectories, anchors, backend=backend)
-    assert ours.episode[34] == pytest.approx(-0.1)
+    assert float(ours.episode[34]) == pytest.approx(-0.1)
     assert (ours.episode.cpu()[torch.arange(80) != 34] == 0).all()
     assert_close("returns", ours.returns, free.returns - penalties, rtol=0, atol=1e-6)
-    assert call(rows=True).episode[34] == pytest.approx(-79 / 80**0.5, rel=1e-3)
+    assert float(call(rows=True).episode[34]) == pytest.approx(-79 / 80**0.5, rel=1e-3)
 
 
 def test_equal_trajectories_differ_by_exactly_nothing(place):

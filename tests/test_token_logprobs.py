@@ -165,10 +165,10 @@ def test_unusual_layouts_of_logits(place, layout):
     device, backend = place
     torch.manual_seed(2)
     logits = {
-        "transposed": lambda: torch.randn(40, 6).T,
-        "expanded": lambda: torch.randn(1, 40).expand(6, 40),
-        "column_step": lambda: torch.randn(6, 80)[:, ::2],
-    }[layout]().to(device)
+        "transposed": lambda: torch.randn(40, 6, device=device).T,
+        "expanded": lambda: torch.randn(1, 40, device=device).expand(6, 40),
+        "column_step": lambda: torch.randn(6, 80, device=device)[:, ::2],
+    }[layout]()
     targets = torch.randint(0, 40, (6,), device=device)
     logp, entropy = token_logprobs(logits, targets, with_entropy=True, backend=backend)
     logp_64, entropy_64 = reference.token_logprobs(logits.double(), targets)

@@ -269,10 +269,13 @@ def head(n, width, vocab, dtype=torch.float32, seed=0):
 
 
 def check_linear(hidden, weight, bias, targets, keep, how, *, tile=MATMUL, splits=None, rtol=1e-5):
+    """A GPU rounds half-precision logits as a matmul that writes them does; the interpreter does not, nor the CPU."""
+    rounded = hidden.dtype if DEVICE == "cuda" else torch.float64
     state = linear_logprobs.linear_token_logprobs(
         hidden, weight, bias, targets, keep, how, True, tile=tile, splits=splits
     )
-    logits = hidden.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    logits = (hidden.double() @ weight.double().T).to(rounded)
+    logits = (logits if bias is None else (logits.double() + bias.double()).to(rounded)).double()
     logp, entropy = reference.token_logprobs(
         logits, targets, logit_scale=how.scale, softcap=how.softcap, temperature=how.temperature, mask=keep
     )
@@ -299,9 +302,9 @@ def test_log_probs_without_logits(n, width, vocab, splits):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_log_probs_from_half_precision(dtype):
-    """A GPU rounds the logits as a matmul that writes them does; the interpreter, as the CPU path, does not."""
     hidden, weight, bias, targets, keep = head(20, 64, 100, dtype)
-    rtol = 1e-5 if DEVICE == "cpu" else 2e-2
+    # A sum that lies between two numbers of half precision may be rounded either way.
+    rtol = 1e-5 if DEVICE == "cpu" else 1e-2
     check_linear(hidden, weight, bias, targets, keep, transform(100), splits=2, rtol=rtol)
 
 
@@ -422,7 +425,7 @@ def test_which_path_the_public_op_takes(monkeypatch):
         logp, used = run(h, w)
         assert used == wanted
         if h.shape == hidden.shape:
-            assert_close("logp", logp, expected, rtol=1e-5, atol=1e-6)
+            assert_close("logp", logp, expected, rtol=1e-5, atol=1e-5)  # tf32x3 and float32 products
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="would need a process of its own")

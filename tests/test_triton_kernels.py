@@ -367,13 +367,15 @@ def test_tokens_that_share_a_ratio(config, monkeypatch):
     problem = loss_problem(150)
     # A sum with the extremes of both signs is no longer exact: here they would hide all other tokens of a segment.
     for name in ("logp", "behavior_logp"):
-        problem[name] = torch.where(problem["mask"], problem["old_logp"] + torch.randn(150) * 0.5, torch.nan)
+        noise = torch.randn(150, device=DEVICE) * 0.5
+        problem[name] = torch.where(problem["mask"], problem["old_logp"] + noise, torch.nan)
     problem["logp"][100] = -torch.inf
     problem["mask"][100] = True
     for name in PARTNERS:
         problem[name][100] = -1.0
     config = dataclasses.replace(config, ratio_level="turn")
-    check_loss(problem, config, member_ids=torch.randint(0, 6, (150,), generator=torch.Generator().manual_seed(1)))
+    member_ids = torch.randint(0, 6, (150,), generator=torch.Generator().manual_seed(1))
+    check_loss(problem, config, member_ids=member_ids.to(DEVICE))
 
 
 @pytest.mark.parametrize("absent", list(itertools.product((False, True), repeat=5))[::3])

@@ -23,9 +23,14 @@ N, WIDTH, VOCAB = 14, 6, 20  # of 20 tokens the first process has 12, the second
 CUTS = (0, 12, 20)
 
 
+def normal(seed, *shape):
+    """The same numbers in every process and on every device, on the default one."""
+    rng = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(*shape, generator=rng, device="cpu").to(torch.get_default_device())
+
+
 def problem():
-    torch.manual_seed(0)
-    hidden, weight, bias = torch.randn(N, WIDTH), torch.randn(VOCAB, WIDTH), torch.randn(VOCAB)
+    hidden, weight, bias = normal(4, N, WIDTH), normal(5, VOCAB, WIDTH), normal(6, VOCAB)
     bias[5] = bias[15] = -torch.inf  # impossible tokens, one of which is a target
     bias[12:] += 3.0
     targets = torch.arange(N) + 3
@@ -33,13 +38,17 @@ def problem():
     return hidden, weight, bias, targets
 
 
-def run_in_processes(tmp_path, case, *arguments):
-    """Run case(rank, vocabulary slice, *arguments) in two processes; assertions inside fail here."""
-    mp.spawn(_process, (str(tmp_path / "rendezvous"), case, arguments), nprocs=WORLD)
+def run_in_processes(tmp_path, device, case, *arguments):
+    """Run case(rank, vocabulary slice, *arguments) in two processes, tensors on `device`; assertions inside fail here.
+
+    Two processes may share a GPU: gloo adds up tensors of GPUs too.
+    """
+    mp.spawn(_process, (str(tmp_path / "rendezvous"), device, case, arguments), nprocs=WORLD)
 
 
-def _process(rank, rendezvous, case, arguments):
+def _process(rank, rendezvous, device, case, arguments):
     torch.set_num_threads(1)
+    torch.set_default_device(device)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD)
     try:
         case(rank, slice(CUTS[rank], CUTS[rank + 1]), *arguments)
@@ -50,7 +59,7 @@ def _process(rank, rendezvous, case, arguments):
 def check_logprobs(rank, mine, backend):
     hidden, weight, bias, targets = problem()
     options = {"temperature": 0.7, "mask": targets != 5}
-    upstream = torch.randn(2, N, generator=torch.Generator().manual_seed(1))
+    upstream = normal(1, 2, N)
     for softcap in (None, 4.0):
         options["softcap"] = softcap
         finite = bias if softcap is None else torch.nan_to_num(bias, neginf=-9.0)
@@ -73,11 +82,9 @@ def check_logprobs(rank, mine, backend):
 def check_losses(rank, mine, backend, config):
     hidden, weight, bias, targets = problem()
     bias = torch.nan_to_num(bias, neginf=-9.0)
-    advantages = torch.randn(N, generator=torch.Generator().manual_seed(2))
+    advantages = normal(2, N)
     advantages[2:5] = 0.0
-    old = token_logprobs(hidden @ weight.T + bias, targets, backend="torch") + 0.3 * torch.randn(
-        N, generator=torch.Generator().manual_seed(3)
-    )
+    old = token_logprobs(hidden @ weight.T + bias, targets, backend="torch") + 0.3 * normal(3, N)
     partners = {"old_logp": old, "ref_logp": old - 0.1, "config": config}
     whole = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     logits = whole[0] @ whole[1].T + whole[2]
@@ -131,20 +138,20 @@ def check_errors(rank, mine):
         token_logprobs(logits, targets, vocab_start=3)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_logprobs(tmp_path, backend):
-    run_in_processes(tmp_path, check_logprobs, backend)
+def test_logprobs(tmp_path, place):
+    device, backend = place
+    run_in_processes(tmp_path, device, check_logprobs, backend)
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(
     "config",
     [PolicyLossConfig(), PolicyLossConfig(kl_coef=0.2, entropy_coef=0.1)],
     ids=["sparse", "dense"],
 )
-def test_losses(tmp_path, backend, config):
-    run_in_processes(tmp_path, check_losses, backend, config)
+def test_losses(tmp_path, place, config):
+    device, backend = place
+    run_in_processes(tmp_path, device, check_losses, backend, config)
 
 
-def test_targets_that_nobody_has_and_wrong_arguments(tmp_path):
-    run_in_processes(tmp_path, check_errors)
+def test_targets_that_nobody_has_and_wrong_arguments(tmp_path, place):
+    run_in_processes(tmp_path, place[0], check_errors)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..report import RESULTS, Report, environment, folder_name
+from ..report import RESULTS, Report, environment
 from .execute import execute
 from .pictures import draw
 from .plan import FRESH_SEEDS, PAPER_SEEDS, STARTS, plan, quick_plan
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Report:
     """Make what is missing of the plan."""
     specs = quick_plan() if options.quick else plan()
     name = "paper-quick" if options.quick else "paper"
-    device = folder_name("cpu")
+    device = "cpu"
     report = Report(name, device, environment("cpu"), {"paper_seeds": PAPER_SEEDS, "fresh_seeds": FRESH_SEEDS})
     path = (options.out or RESULTS / device) / f"{name}.json"
     done = Report.read(path).rows if path.is_file() else []

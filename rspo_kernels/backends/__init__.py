@@ -7,6 +7,7 @@ is asked for and cannot run is an error, never a silent fallback.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -46,8 +47,14 @@ def resolve(backend: str, device: torch.device, dtype: torch.dtype = torch.float
     return backend
 
 
+@functools.cache
+def _triton_installed() -> bool:
+    """Looked up once: a search of the import path takes longer than a launch."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def _triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    if not _triton_installed():
         return "triton is not installed"
     if dtype == torch.float64:
         return "the Triton kernels compute in float32 and take no float64 input"

@@ -56,6 +56,15 @@ def kept(targets: Tensor, mask: Tensor | None, transform: LogitsTransform) -> Te
     return keep if mask is None else keep & mask
 
 
+def index_sums(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sums [..., count] of the values [..., N] with the same index, int64 [N], always in the same order."""
+    if not values.is_cuda:
+        return values.new_zeros(*values.shape[:-1], count).index_add(-1, index, values)
+    # index_add's atomics have no order there; index_put sorts.
+    rows = values.movedim(-1, 0)
+    return rows.new_zeros(count, *rows.shape[1:]).index_put((index,), rows, accumulate=True).movedim(0, -1)
+
+
 @dataclass(frozen=True)
 class ScanLayout:
     """Segments to scan over: segment s holds the tokens order[cu[s]:cu[s + 1]] of a tensor [N], in that order.

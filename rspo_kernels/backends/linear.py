@@ -81,9 +81,18 @@ class Gradients:
         self.want_hidden, self.want_weight, self.want_bias = wanted
         self.hidden = hidden.new_zeros(hidden.shape) if self.want_hidden else hidden.new_empty(0)
         weight_shape = (vocab, hidden.shape[1]) if self.want_weight else (0,)
-        self.weight = hidden.new_zeros(weight_shape, dtype=accumulator)
+        self.total = hidden.new_empty(weight_shape, dtype=accumulator)
+        self.total[valid:] = 0
+        self.begun = False
         self.bias = hidden.new_zeros(vocab if self.want_bias else 0, dtype=compute_dtype(dtype))
-        self.valid_weight, self.valid_bias = self.weight[:valid], self.bias[:valid]
+        self.valid_weight, self.valid_bias = self.total[:valid], self.bias[:valid]
+
+    @property
+    def weight(self) -> Tensor:
+        """The sum over the chunks. Zeros only where no chunk came: filling [V, H] first would cost a pass over it."""
+        if not self.begun:
+            self.total.zero_()
+        return self.total
 
     def add(self, rows: Tensor | slice, dlogits: Tensor, hidden: Tensor, moved: Tensor) -> None:
         """Take in a chunk's gradient [n, V]; rows that are not `moved` (bool [n]) are zero and left out."""
@@ -98,12 +107,22 @@ class Gradients:
         if self.want_hidden:
             self.hidden[rows] = dlogits @ self.head.weight
         if self.want_weight:
-            if self.weight.dtype == dlogits.dtype:
-                self.valid_weight.addmm_(dlogits.t(), hidden)
-            else:
-                self.valid_weight += dlogits.t() @ hidden
+            self._add_weight(dlogits.t(), hidden)
         if self.want_bias:
             self.valid_bias += dlogits.sum(0, dtype=self.bias.dtype)
+
+    def _add_weight(self, transposed: Tensor, hidden: Tensor) -> None:
+        """transposed [V, n], hidden [n, H]; the first chunk is written, the others are added."""
+        same_dtype = self.total.dtype == hidden.dtype
+        if not self.begun and same_dtype:
+            torch.mm(transposed, hidden, out=self.valid_weight)
+        elif not self.begun:
+            self.valid_weight.copy_(transposed @ hidden)
+        elif same_dtype:
+            self.valid_weight.addmm_(transposed, hidden)
+        else:
+            self.valid_weight += transposed @ hidden
+        self.begun = True
 
 
 def token_logprobs_forward(

@@ -1,11 +1,13 @@
 """The operators of the fused losses: from logits, and from hidden states and the lm_head's weight.
 
-Their gradients are made in the forward pass, while the logits are at hand; the backward pass only scales them by the
-upstream gradient. The normalizer is part of the weights, so that the loss that comes out is final.
+Their gradients are made in the forward pass, while the logits are at hand; the backward pass scales them by the
+upstream gradient, which costs nothing where that is 1. The normalizer is part of the weights, so that the loss that
+comes out is final.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -179,25 +181,47 @@ def _linear_policy_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[T
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.dtypes = [None if x is None else x.dtype for x in inputs[:3]]
-    ctx.num_inputs = len(inputs)
+    ctx.num_inputs, ctx.backend, ctx.factor = len(inputs), inputs[-1], None
     ctx.save_for_backward(*output[2:])
 
 
 def _linear_policy_loss_autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     grads: list[Tensor | None] = [None] * ctx.num_inputs
     if grad_loss is not None:
-        for i, (grad, dtype) in enumerate(zip(ctx.saved_tensors, ctx.dtypes, strict=True)):
+        # All of them, whichever this pass asks for: a later one may ask for the others.
+        for i, (grad, dtype) in enumerate(zip(scaled(ctx, ctx.saved_tensors, grad_loss), ctx.dtypes, strict=True)):
             if ctx.needs_input_grad[i] and dtype is not None:
-                grads[i] = scaled(grad, grad_loss).to(dtype)
+                grads[i] = grad.to(dtype)
     return tuple(grads)
 
 
-def scaled(grad: Tensor, factor: Tensor) -> Tensor:
-    """grad·factor; on the CPU, where looking costs nothing, without a copy when the factor is 1."""
-    # A tracer's stand-ins for tensors have types of their own and no value to look at.
-    if grad.device.type == "cpu" and type(factor) is Tensor and float(factor) == 1.0:
-        return grad
-    return grad * factor
+def scaled(ctx: Any, grads: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """grads·factor, without a copy in a graph's first backward pass as far as the backend and the factor allow.
+
+    ctx: with the `backend` and the `factor` that the gradients have been scaled by in place, None before.
+    """
+    # A tracer's stand-ins for tensors have types of their own: no value to look at, no memory to write to.
+    if type(factor) is not Tensor:
+        return [grad * factor for grad in grads]
+    if ctx.factor is not None:
+        return [grad * (factor / ctx.factor) for grad in grads]
+    if resolve(ctx.backend, factor.device, factor.dtype) == "triton":
+        ctx.factor = factor.clone()
+        for grad in grads:
+            scale_(grad, factor, ctx.backend)
+        return grads
+    if factor.device.type == "cpu" and float(factor) == 1.0:
+        return grads
+    return [grad * factor for grad in grads]
+
+
+def scale_(grad: Tensor, factor: Tensor, backend: str) -> None:
+    """grad·factor in place; on Triton without a look from the host, and nothing is moved where the factor is 1."""
+    chosen = resolve(backend, grad.device, grad.dtype)
+    if chosen == "triton" and type(factor) is Tensor:
+        implementation(chosen).scale_(grad, factor)
+    elif grad.device.type != "cpu" or type(factor) is not Tensor or float(factor) != 1.0:
+        grad.mul_(factor)
 
 
 # logits_policy_loss
@@ -241,14 +265,13 @@ def _logits_policy_loss_fake(logits: Tensor, *arguments: Any) -> tuple[Tensor, T
 def _logits_policy_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.num_inputs = len(inputs)
+    ctx.num_inputs, ctx.backend, ctx.factor = len(inputs), inputs[-1], None
     ctx.save_for_backward(output[2])
 
 
 def _logits_policy_loss_autograd(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    (grad,) = ctx.saved_tensors
     rest = (None,) * (ctx.num_inputs - 1)
-    return (None if grad_loss is None else scaled(grad, grad_loss), *rest)
+    return (None if grad_loss is None else scaled(ctx, ctx.saved_tensors, grad_loss)[0], *rest)
 
 
 define(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import ScanLayout, compute_dtype
+from ..common import ScanLayout, compute_dtype, index_sums
 from .scans import discounted_returns
 
 
@@ -21,13 +21,13 @@ def group_advantages(
     slot = starts.cumsum(0) - 1
     # Sums over groups go into n slots, enough for any number of groups: no size depends on the data.
     first = torch.zeros_like(r).index_put((slot[starts],), r[starts])
-    size = torch.zeros_like(r).index_add(0, slot, torch.ones_like(r))[slot]
+    size = index_sums(torch.ones_like(r), slot, n)[slot]
     shifted = r - first[slot]
-    centered = shifted - torch.zeros_like(r).index_add(0, slot, shifted)[slot] / size
+    centered = shifted - index_sums(shifted, slot, n)[slot] / size
     others = (size - 1).clamp(min=1)
     result = centered * size / others if baseline == "leave_one_out" else centered
     if scale == "std":
-        square_sum = torch.zeros_like(r).index_add(0, slot, centered.square())[slot]
+        square_sum = index_sums(centered.square(), slot, n)[slot]
         result = result / ((square_sum / others).sqrt() + eps)
     result = torch.where(size == 1, r if singleton == "raw" else torch.zeros_like(r), result)
     out = torch.empty_like(r)

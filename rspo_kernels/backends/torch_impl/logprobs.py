@@ -37,12 +37,12 @@ def token_logprobs_forward(
     inverse_t = transform.factor
     buffer = _buffer(logits, dtype)
     for b, rows in _chunks(keep, logits.shape[-1]):
-        scores = _scores(logits[b], rows, transform, buffer)
+        source = _source(logits[b], rows, transform, buffer)
         target = targets[b, rows].long().unsqueeze(-1)
-        impossible = scores.gather(-1, target).squeeze(-1) == -torch.inf
-        high = scores.amax(-1)
+        impossible = source.gather(-1, target).squeeze(-1) == -torch.inf
+        high = source.amax(-1)
         high = torch.where(high == -torch.inf, 0.0, high)
-        scores.sub_(high.unsqueeze(-1))
+        scores = torch.sub(source, high.unsqueeze(-1), out=_room(buffer, source))
         if inverse_t != 1.0:
             scores.mul_(inverse_t)
         chosen = scores.gather(-1, target).squeeze(-1)
@@ -93,27 +93,32 @@ def token_logprobs_backward(
     inverse_t = transform.factor
     buffer = _buffer(logits, compute_dtype(logits.dtype))
     for b, rows in _chunks(active, logits.shape[-1]):
-        scores = _scores(logits[b], rows, transform, buffer)
+        source = _source(logits[b], rows, transform, buffer)
         slope = _softcap_slope(logits[b], rows, transform)
-        scores.sub_(row_max[b, rows].unsqueeze(-1))
+        scores = torch.sub(source, row_max[b, rows].unsqueeze(-1), out=_room(buffer, source))
         if inverse_t != 1.0:
             scores.mul_(inverse_t)
-        scores.sub_(log_sum[b, rows].unsqueeze(-1))
-        factor = -inverse_t * g[b, rows].unsqueeze(-1)
+        by_entropy = None
         if grad_entropy is not None:
             # d entropy / d score = -p·(log p + H)
-            by_entropy = scores.clamp(min=MIN_EXPONENT).add_(entropy[b, rows].unsqueeze(-1))
+            by_entropy = scores.clamp(min=MIN_EXPONENT).add_((entropy - log_sum)[b, rows].unsqueeze(-1))
             by_entropy.mul_(-inverse_t * h[b, rows].unsqueeze(-1))
-        probs = scores.exp_()
-        if grad_entropy is not None:
-            by_entropy.mul_(probs)
+        # exp(score - max), to be divided by the row's sum: one pass less than probabilities.
+        weights = scores.exp_()
+        per_weight = torch.exp(-log_sum[b, rows]).unsqueeze(-1)
+        factor = per_weight * (-inverse_t * g[b, rows].unsqueeze(-1))
+        if by_entropy is not None:
+            by_entropy.mul_(per_weight).mul_(weights)
         if targets is not None:
             # 1 - p of the target as the sum of the others: exact to the last digits also where p rounds to 1.
             target = targets[b, rows].long().unsqueeze(-1)
-            probs.scatter_(-1, target, 0.0)
-            probs.scatter_(-1, target, -probs.sum(-1, keepdim=True))
-        grad = probs.mul_(factor)
-        if grad_entropy is not None:
+            weights.scatter_(-1, target, 0.0)
+            weights.scatter_(-1, target, -weights.sum(-1, keepdim=True))
+        if by_entropy is None and slope is None and isinstance(rows, slice) and out.dtype == weights.dtype:
+            torch.mul(weights, factor, out=out[b, rows, :valid])
+            continue
+        grad = weights.mul_(factor)
+        if by_entropy is not None:
             grad.add_(by_entropy)
         if slope is not None:
             grad.mul_(slope)
@@ -142,17 +147,24 @@ def _buffer(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return logits.new_empty(rows * vocab, dtype=dtype)
 
 
-def _scores(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform, buffer: Tensor) -> Tensor:
-    """Some rows' scores before temperature, in the buffer.
+def _source(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform, buffer: Tensor) -> Tensor:
+    """Some rows' scores before temperature: the logits themselves where they need no change, else in the buffer.
 
     Temperature (and the scale, without softcap) is applied after the row maximum is subtracted: finite logits then
     never become inf - inf.
     """
     source = logits[rows, : transform.valid_vocab]
-    scores = buffer[: source.numel()].view(source.shape).copy_(source)
+    if transform.softcap is None and source.dtype == buffer.dtype:
+        return source
+    scores = _room(buffer, source).copy_(source)
     if transform.softcap is None:
         return scores
     return scores.mul_(transform.scale / transform.softcap).tanh_().mul_(transform.softcap)
+
+
+def _room(buffer: Tensor, scores: Tensor) -> Tensor:
+    """The buffer in the shape of the scores."""
+    return buffer[: scores.numel()].view(scores.shape)
 
 
 def _softcap_slope(logits: Tensor, rows: slice | Tensor, transform: LogitsTransform) -> Tensor | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...config import CLIPPED_LOSSES, KL_CLAMP, PolicyLossConfig
-from ..common import RatioSegments, compute_dtype
+from ..common import RatioSegments, compute_dtype, index_sums
 
 LOWEST = -1e30
 """Stands for -inf in differences of log-probabilities."""
@@ -172,7 +172,7 @@ def exp_minus_linear(d: Tensor) -> Tensor:
 
 def segment_sums(values: Tensor, segments: RatioSegments) -> Tensor:
     """Sums [..., count] over segments of values [..., N]."""
-    return values.new_zeros(*values.shape[:-1], segments.count).index_add(-1, segments.index, values)
+    return index_sums(values, segments.index, segments.count)
 
 
 def statistics(keep: Tensor, per_token: tuple[Tensor, ...], ratio: Tensor, center: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from .fused import logits_policy_loss, loss_rows_
 from .linear_logprobs import fits_descriptors, linear_token_logprobs
 from .logprobs import token_logprobs_backward, token_logprobs_forward
 from .policy_loss import policy_loss_forward
+from .scale import scale_
 from .scans import discounted_returns, gae
 from .steps import step_advantages
 from .whiten import masked_whiten
@@ -19,6 +20,7 @@ __all__ = [
     "loss_rows_",
     "masked_whiten",
     "policy_loss_forward",
+    "scale_",
     "step_advantages",
     "token_logprobs_backward",
     "token_logprobs_forward",

@@ -121,6 +121,10 @@ class Variant:
         aligned: arguments known to be multiples of 16, as a launch would find.
         stages: depth of the software pipeline, None for Triton's default.
         targets: those of compile_check.TARGETS that the variant is for, None for all.
+        reads: bytes that an element costs in each pass of the kernel, a loop over memory (the last number stands for
+            all further ones); less than an element's size where one read serves several.
+        elements: of a thread block, where not a loop's reads tell them: those of a matmul's tile, which the code around
+            the matmul's loop works on, or of a kernel without loops.
     """
 
     kernel: Any
@@ -131,3 +135,5 @@ class Variant:
     aligned: tuple[str, ...] = ()
     stages: int | None = None
     targets: tuple[str, ...] | None = None
+    reads: tuple[float, ...] = ()
+    elements: int = 0

@@ -14,8 +14,8 @@ The gradient may overwrite the logits: all threads have finished the first pass 
 Numerics: those of the separate kernels, whose functions these are; a row without gradient is exactly 0.
 
 Compiled by Triton 3.7.1 (not yet timed on a GPU): at most 128 registers on NVIDIA and 137 on gfx942 with entropy, no
-spills, wide accesses of 128 bits (tests/compile_table.json). Two blocks to a multiprocessor then are about 80 MB of
-bf16 rows of 152,000 on 132 of them: what the L2 cache can save of the second read has to be measured.
+spills, wide accesses of 128 bits (bench/results/ahead-of-time/compile.md). Two blocks to a multiprocessor then are
+about 80 MB of bf16 rows of 152,000 on 132 of them: what the L2 cache can save of the second read has to be measured.
 """
 
 from __future__ import annotations
@@ -194,4 +194,5 @@ def _variant(
     types |= {"p_logits": logits, "p_out": logits, "p_targets": "*i64", "p_index": "*i64"}
     types |= {"p_mask": "*i1", "p_moved": "*i1"}
     constants = flags | policy_loss.options(config) | tile.constants() | dict.fromkeys(absent)
-    return Variant(loss_rows_kernel, name, types, constants, tile.threads, ("p_logits", "p_out"))
+    aligned, reads = ("p_logits", "p_out"), (dtype.itemsize,)
+    return Variant(loss_rows_kernel, name, types, constants, tile.threads, aligned, reads=reads)

@@ -210,4 +210,5 @@ def _variant(kernel: Any, dtype: torch.dtype, option: dict[str, bool]) -> Varian
     types |= {"p_logits": logits, "p_out": logits, "p_targets": "*i64", "p_mask": "*i1"}
     types |= dict.fromkeys(("pre", "cap", "k", "factor"), "fp32")
     name = " ".join([logits[1:], *(f"{flag}={value:d}".lower() for flag, value in option.items())])
-    return Variant(kernel, name, types, flags | tile.constants(), tile.threads, ("p_logits", "p_out"))
+    aligned, reads = ("p_logits", "p_out"), (dtype.itemsize,)
+    return Variant(kernel, name, types, flags | tile.constants(), tile.threads, aligned, reads=reads)

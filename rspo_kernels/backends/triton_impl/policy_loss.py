@@ -377,4 +377,4 @@ def variants() -> Iterator[Variant]:
         types |= {"p_index": "*i64", "p_mask": "*i1", "p_segment": "*i64", "p_ticket": "*i32", "n_tokens": "i32"}
         absent = dict.fromkeys(n for n in INPUTS if n not in given)
         constants = absent | options(config) | {"BLOCK": BLOCK, "PARTIALS": PARTIALS}
-        yield Variant(policy_loss_kernel, name, types, constants, THREADS)
+        yield Variant(policy_loss_kernel, name, types, constants, THREADS, elements=BLOCK)

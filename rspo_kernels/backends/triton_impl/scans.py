@@ -139,4 +139,5 @@ def variants() -> Iterator[Variant]:
     for name, given in (("returns of rows", ("p_rewards",)), ("full", INPUTS)):
         types = fixed | {n: special.get(n, "*fp32") for n in given}
         constants: dict[str, object] = dict.fromkeys(n for n in INPUTS if n not in given) | {"BLOCK": BLOCK}
-        yield Variant(gae_kernel, name, types, constants, THREADS)
+        reads = sum({"*i1": 1, "*i64": 8, "*fp32": 4}[types[n]] for n in given if n not in ("p_cu", "p_bootstrap"))
+        yield Variant(gae_kernel, name, types, constants, THREADS, reads=(reads,))

@@ -131,6 +131,6 @@ class Members(NamedTuple):
 
 def variants() -> Iterator[Variant]:
     """For compile_check."""
-    for kernel in (segment_ratios_kernel, segment_gradient_kernel):
+    for kernel, reads in ((segment_ratios_kernel, (24,)), (segment_gradient_kernel, (16, 20))):
         types = dict.fromkeys(kernel.arg_names, "*fp32") | {"p_order": "*i64", "p_offsets": "*i64"}
-        yield Variant(kernel, "fp32", types, {"BLOCK": BLOCK}, THREADS)
+        yield Variant(kernel, "fp32", types, {"BLOCK": BLOCK}, THREADS, reads=reads)
