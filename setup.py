@@ -19,6 +19,7 @@ TRAINER = [
     "tqdm>=4.66",
     "matplotlib>=3.8",
 ]
+TENSORBOARD = ["tensorboard>=2.16"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -42,7 +43,7 @@ setup(
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
     package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
     install_requires=KERNELS + TRAINER,
-    extras_require={"dev": DEVELOP, "bench": BENCH},
+    extras_require={"tensorboard": TENSORBOARD, "dev": DEVELOP + TENSORBOARD, "bench": BENCH},
     entry_points={"console_scripts": ["rspo=rspo.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",

@@ -22,6 +22,7 @@ SUITES = {
     "traffic": "bytes that each Triton kernel reads and writes, counted in the interpreter; no GPU",
     "compile": "registers, spills, load widths and instructions of the compiled kernels; no GPU",
     "trainer": "where a GRPO and an RSPO update spend their time",
+    "paper": "the paper's tables and figures on the household environment",
 }
 """Suites and what they show. The module `bench.<suite>` has:
 

@@ -45,7 +45,9 @@ class Report:
         rows = ",\n  ".join(json.dumps(row, ensure_ascii=False) for row in self.rows)
         text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "rows": [\n  {rows}\n ]\n}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)  # a long suite writes its report again and again, and may be stopped at any time
 
     @classmethod
     def read(cls, path: Path) -> Report:

@@ -143,30 +143,32 @@ def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]
 
         for trainer in trainers.values():
             stack.enter_context(mock.patch.object(trainer, "timer", watch))
-            phase(trainer, "estimator", "advantages")
             model = trainer.agent.policy.model
             for module in {model, model.base_model, model.get_output_embeddings()} - {None}:
                 stack.enter_context(_timed_forward(module, watch))
+        for estimator in {type(trainer.estimator) for trainer in trainers.values()}:
+            phase(estimator, "__call__", "advantages")
+            phase(estimator, "at_update", "advantages")
         for name in ("reset", "step", "render_prompt", "project"):
             phase(type(next(iter(trainers.values())).env), name, "environment")
         for owner, name, label in (
             (TransformersEngine, "_sample", "generation"),
             (DynamicCache, "batch_select_indices", "generation"),
-            (Policy, "encode", "tokenizer"),
+            (Policy, "_ids", "tokenizer"),
             (Policy, "decode", "tokenizer"),
             (rspo.engines.transformers_engine, "token_logprobs", "log-probs"),
             (rspo.models, "token_logprobs", "log-probs"),
             (Mixture, "loss", "loss"),
             (rspo.trainer, "relabel", "advantages"),
-            (rspo.trainer, "zero_advantage_fraction", "records"),
+            (rspo.trainer, "zero_advantages", "records"),
             (UpdateStatistics, "add", "records"),
             (UpdateStatistics, "result", "records"),
             *((ReplayBuffer, name, "replay") for name in ("add", "sample", "clear")),
         ):
             phase(owner, name, label)
         phase(Tensor, "backward", "loss")  # from the loss on backwards, until a gradient arrives at what follows
-        patch(Policy, "logprobs", functools.partial(_switched_at_gradient, "log-probs"))
-        patch(Policy, "logits", functools.partial(_switched_at_gradient, "backward"))
+        patch(Policy, "logprobs_and_hidden", functools.partial(_switched_at_gradient, "log-probs"))
+        patch(Policy, "logits_and_hidden", functools.partial(_switched_at_gradient, "backward"))
         patch(Agent, "branch", _branch_apart)
         patch(Bookkeeper, "record", _record_and_cut)
         yield

@@ -1,12 +1,15 @@
-"""An agent: a policy and the optimiser that changes it."""
+"""An agent: a policy, a critic where the method has one, and the optimisers that change them."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor, nn
 
-from .config import OptimizerConfig
+from .config import Config
+from .critic import Critic
 from .models import Policy
 
 
@@ -15,25 +18,91 @@ class Agent:
 
     Args:
         policy: its model; the agent owns the weights.
-        config: its optimiser, AdamW.
+        config: its optimisers, AdamW, and its critic.
+        has_critic: give it a critic, fresh.
     """
 
-    def __init__(self, policy: Policy, config: OptimizerConfig) -> None:
+    def __init__(self, policy: Policy, config: Config, has_critic: bool = False) -> None:
         self.policy = policy
         self.config = config
-        self.optimizer = torch.optim.AdamW(policy.model.parameters())
-        self.apply_settings()
+        self.critic = Critic(policy, config.critic) if has_critic else None
+        shared = self.critic is not None and self.critic.body is None
+        critic_parameters = list(self.critic.parameters()) if self.critic is not None else []
+        self.optimizer = torch.optim.AdamW([*policy.model.parameters(), *(critic_parameters if shared else [])])
+        self.critic_optimizer = torch.optim.AdamW(critic_parameters) if critic_parameters and not shared else None
+        self.set_learning_rates()
 
-    def apply_settings(self) -> None:
-        """The configured learning rate and its companions, whatever the optimiser's loaded state says of them."""
-        for group in self.optimizer.param_groups:
-            group["lr"], group["betas"] = self.config.learning_rate, self.config.betas
-            group["eps"], group["weight_decay"] = self.config.eps, self.config.weight_decay
+    def set_learning_rates(self, factor: float = 1.0) -> None:
+        """The configured learning rates times a schedule's factor, and the optimisers' other settings, whatever their
+        loaded state says of them."""
+        settings = self.config.optimizer
+        rates = [(self.optimizer, settings.learning_rate)]
+        if self.critic_optimizer is not None:
+            rates.append((self.critic_optimizer, self.config.critic.learning_rate))
+        for optimizer, rate in rates:
+            for group in optimizer.param_groups:
+                group["lr"], group["betas"] = rate * factor, settings.betas
+                group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each optimiser now."""
+        rates = {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+        if self.critic_optimizer is not None:
+            rates["critic/learning_rate"] = self.critic_optimizer.param_groups[0]["lr"]
+        return rates
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of the policy, and of the critic as `critic....`."""
+        yield from self.policy.model.named_parameters()
+        if self.critic is not None:
+            yield from self.critic.named_parameters(prefix="critic")
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        for _, parameter in self.named_parameters():
+            parameter.grad = None
+
+    def clip_gradients(self) -> dict[str, Tensor]:
+        """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""
+        norms = {"gradient_norm": _clip(self.optimizer, self.config.optimizer.grad_clip)}
+        if self.critic_optimizer is not None:
+            norms["critic/gradient_norm"] = _clip(self.critic_optimizer, self.config.optimizer.grad_clip)
+        return norms
+
+    def step(self) -> None:
+        """One step of each optimiser."""
+        self.optimizer.step()
+        if self.critic_optimizer is not None:
+            self.critic_optimizer.step()
 
     def branch(self, fresh_optimizer: bool = False) -> Agent:
         """Agent B: a copy with weights and (unless `fresh_optimizer`) optimiser state of its own."""
-        twin = Agent(self.policy.copy(), self.config)
+        twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
+        if self.critic is not None and twin.critic is not None:
+            twin.critic.load_state_dict(self.critic.state_dict())
         if not fresh_optimizer:
-            # load_state_dict may keep references to the tensors it is given.
-            twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+            twin.load_optimizers(self.optimizer_states())
         return twin
+
+    def optimizer_states(self) -> dict[str, dict[str, object]]:
+        """States of the optimisers, tensors and plain values only."""
+        states = {"policy": self.optimizer.state_dict()}
+        if self.critic_optimizer is not None:
+            states["critic"] = self.critic_optimizer.state_dict()
+        return states
+
+    def load_optimizers(self, states: dict[str, dict[str, object]]) -> None:
+        """The inverse of `optimizer_states`. Learning rates are the states' own until they are set again."""
+        # load_state_dict may keep references to the tensors it is given.
+        self.optimizer.load_state_dict(copy.deepcopy(states["policy"]))
+        if self.critic_optimizer is not None:
+            self.critic_optimizer.load_state_dict(copy.deepcopy(states["critic"]))
+
+
+def _clip(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.
+    torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
+    return norm

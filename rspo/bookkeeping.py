@@ -14,13 +14,15 @@ from .models import Policy
 from .timing import PhaseTimer
 from .tracking import Tracker
 from .trajectory import Trajectory
+from .transcripts import TRANSCRIPTS, write_transcripts
 
 
 class Bookkeeper:
     """Counters of a run and the records made of them.
 
     step: updates of agent A.  trajectories, tokens: sampled for training so far, agent B's included, evaluation's not;
-    tokens are response tokens.  seconds: spent on training so far.
+    tokens are response tokens.  seconds: spent on training so far.  lost_episodes: among the trajectories, those cut
+    off by lost workers since the last record.
     """
 
     def __init__(self, config: Config, env: BatchedEnv, tracker: Tracker, timer: PhaseTimer) -> None:
@@ -32,12 +34,14 @@ class Bookkeeper:
         self.trajectories = 0
         self.tokens = 0
         self.seconds = 0.0
+        self.lost_episodes = 0
         self._last = time.perf_counter()
 
     def count(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add sampled trajectories to the cost."""
+        """Add sampled trajectories, lost ones included, to the cost."""
         self.trajectories += len(trajectories)
         self.tokens += sum(trajectory.num_tokens for trajectory in trajectories)
+        self.lost_episodes += sum(trajectory.lost for trajectory in trajectories)
 
     def record(self, kind: str, trajectories: Sequence[Trajectory], stats: Mapping[str, float]) -> None:
         """Report an update ("update" of A, "dense" of B) or a collection ("collect")."""
@@ -45,6 +49,7 @@ class Bookkeeper:
         elapsed, self._last = now - self._last, now
         self.seconds += elapsed
         values = {**trajectory_metrics(trajectories), **identical_states(trajectories), **stats}
+        values["lost_episodes"], self.lost_episodes = self.lost_episodes, 0
         phases = {**self.timer.take(), "seconds/total": elapsed}
         self.tracker.record(kind, self.step, {**values, **phases, **self.cost()})
         self.tracker.show(_PHASES[kind], values, advance=1 if kind == "update" else 0)
@@ -54,13 +59,17 @@ class Bookkeeper:
         return {"trajectories": self.trajectories, "tokens": self.tokens, "seconds": self.seconds}
 
     def evaluate(self, policy: Policy) -> dict[str, float]:
-        """Evaluate on held-out episodes; its time and samples are not part of the cost."""
-        values = evaluate(policy, self.env, self.config)
+        """Evaluate on held-out episodes and write some out; its time and samples are not part of the cost."""
+        evaluation = evaluate(policy, self.env, self.config, progress=self.tracker.progress)
+        values = evaluation.metrics()
+        settings = self.config.evaluation
+        played = sum(len(trajectories) for trajectories in evaluation.episodes.values())
+        values["lost_episodes"] = settings.episodes * len(settings.temperatures) - played
         self.tracker.record("evaluation", self.step, {**values, **self.cost()})
-        self.tracker.say(
-            f"after {self.step} updates and {self.trajectories:,} trajectories: {values['success']:.1%} success on"
-            f" {self.config.evaluation.episodes} episodes ({self.config.evaluation.split})"
-        )
+        if self.config.evaluation.transcripts > 0:
+            path = self.tracker.folder / TRANSCRIPTS / f"step-{self.step:06d}.txt"
+            write_transcripts(path, policy, evaluation, self.config.evaluation.transcripts, self.step)
+        self.tracker.say(f"after {self.step} updates and {self.trajectories:,} trajectories: {evaluation}")
         self._last = time.perf_counter()
         return values
 

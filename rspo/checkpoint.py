@@ -1,26 +1,28 @@
 """Checkpoints: everything that a run needs to go on to the same result.
 
 A checkpoint is a folder that transformers can load as it stands (model and tokenizer), plus `optimizer.pt` (tensors
-and plain values, read back with `weights_only=True`), `state.json` (counters and random streams) and, where the
-replay buffer outlives a loop, `buffer.jsonl`. It is written beside its place and renamed into it, so that a folder of
-that name is always complete.
+and plain values, read back with `weights_only=True`), `critic.safetensors` where there is a critic, `state.json`
+(counters and random streams) and, where the replay buffer outlives a loop, `buffer.jsonl`. A folder of that name is
+always complete (`rspo.storage`).
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from .agent import Agent
 from .config import Config, ConfigError
+from .critic import Critic
 from .models import Policy
+from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 PREFIX = "step-"
@@ -36,24 +38,29 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory] = ()) -> None:
-    """Write a checkpoint folder, atomically; `state` holds plain values only."""
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    agent.policy.save(partial)
-    torch.save(agent.optimizer.state_dict(), partial / "optimizer.pt")
-    (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
-    if buffer:
-        with open(partial / "buffer.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
-    shutil.rmtree(path, ignore_errors=True)
-    os.replace(partial, path)
+    """Write a checkpoint folder; `state` holds plain values only. Raises StorageError; earlier checkpoints remain."""
+    state = {**state, "method": agent.config.method, "estimator": agent.config.estimator_name}
+    with new_folder(path) as folder:
+        agent.policy.save(folder)
+        if agent.critic is not None:
+            save_file(agent.critic.state_dict(), folder / "critic.safetensors")
+        with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
+            torch.save(agent.optimizer_states(), binary)
+        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        if buffer:
+            with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
 
 
-def load_checkpoint(path: Path, config: Config) -> Checkpoint:
-    """Read a checkpoint folder; nothing in it is unpickled as code. Raises ConfigError where it is incomplete."""
+def load_checkpoint(path: Path, config: Config, has_critic: bool) -> Checkpoint:
+    """Read a checkpoint folder; nothing in it is unpickled as code.
+
+    has_critic: whether the method's agents have a critic.
+
+    Raises ConfigError where the folder is incomplete, damaged, or of a run with another method or critic.
+    """
     try:
-        return _load(path, config)
+        return _load(path, config, has_critic)
     except ConfigError:
         raise
     except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
@@ -63,16 +70,17 @@ def load_checkpoint(path: Path, config: Config) -> Checkpoint:
         ) from error
 
 
-def _load(path: Path, config: Config) -> Checkpoint:
+def _load(path: Path, config: Config, has_critic: bool) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
-    agent = Agent(Policy.load(path, config.policy), config.optimizer)
-    agent.optimizer.load_state_dict(
-        torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device)
-    )
-    agent.apply_settings()
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    _check_kind(path, state, config, has_critic)
+    agent = Agent(Policy.load(path, config.policy), config, has_critic)
+    if agent.critic is not None:
+        _load_critic(path, agent.critic, config)
+    agent.load_optimizers(torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device))
+    agent.set_learning_rates()
     buffer = []
     if (path / "buffer.jsonl").is_file():
         with open(path / "buffer.jsonl", encoding="utf-8") as file:
@@ -80,8 +88,35 @@ def _load(path: Path, config: Config) -> Checkpoint:
     return Checkpoint(agent, state, buffer)
 
 
+def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: bool) -> None:
+    for name, now in (("method", config.method), ("estimator", config.estimator_name)):
+        if state[name] != now:
+            raise ConfigError(f"{path} was made with {name} {state[name]!r}, this run has {now!r}")
+    if (path / "critic.safetensors").is_file() != has_critic:
+        has, needs = ("a", "has none") if not has_critic else ("no", "needs one")
+        raise ConfigError(f"{path} has {has} critic, but {config.estimator_name!r} {needs}")
+
+
+def _load_critic(path: Path, critic: Critic, config: Config) -> None:
+    """Raises ConfigError that names the weights which do not fit."""
+    saved = load_file(path / "critic.safetensors", device=config.policy.device)
+    wanted = critic.state_dict()
+    shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
+    wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]
+    if wrong:
+        raise ConfigError(
+            f"the critic in {path} is not one with critic.backbone={config.critic.backbone!r}: {'; '.join(wrong[:3])}"
+            + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        )
+    critic.load_state_dict(saved)
+
+
+def _shape(weight: Tensor | None) -> str:
+    return "missing" if weight is None else str(list(weight.shape))
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in a folder, oldest first."""
+    """Complete checkpoints in a folder, oldest first. One called `failed` (see `Trainer.train`) is not among them."""
     found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
@@ -94,4 +129,4 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def prune_checkpoints(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep`."""
     for path in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(path)
+        remove_folder(path)

@@ -16,32 +16,48 @@ from rspo_kernels import PolicyLossConfig
 from rspo_kernels.config import DEFAULTS
 
 from .config import PRESETS, Config, ConfigError
+from .storage import write_text
 
 
-def preset(name: str, method: str = "rspo") -> Config:
-    """The named preset. Raises ConfigError naming the presets there are."""
+def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
+    """The named preset of a method. Raises ConfigError naming the presets there are."""
     if name not in PRESETS:
         raise ConfigError(f"preset must be one of {', '.join(map(repr, PRESETS))}, got {name!r}")
-    return PRESETS[name](method)
+    return PRESETS[name](method, base)
 
 
 def load_config(path: str | Path, base: Config | None = None) -> Config:
-    """A YAML file laid over `base` (the default preset). Raises ConfigError naming the file."""
+    """A YAML file laid over `base`, or over the default preset of the file's own method. Raises ConfigError naming the
+    file."""
+    values = _read(path)
+    try:
+        return overlay(base or preset("default", **_method_names(values)), values)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def method_names(path: str | Path) -> dict[str, str]:
+    """`method` and `base` of a YAML file, as far as it has them."""
+    return _method_names(_read(path))
+
+
+def _method_names(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: values[name] for name in ("method", "base") if isinstance(values.get(name), str)}
+
+
+def _read(path: str | Path) -> Mapping[str, Any]:
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not a YAML file: {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
-    try:
-        return overlay(base or Config(), values)
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    return values
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write every field as YAML."""
-    Path(path).write_text(yaml.safe_dump(_plain(asdict(config)), sort_keys=False), encoding="utf-8")
+    """Write every field as YAML, all at once. Raises StorageError."""
+    write_text(Path(path), yaml.safe_dump(_plain(asdict(config)), sort_keys=False))
 
 
 def apply_flags(config: Config, flags: Sequence[str]) -> Config:
@@ -115,18 +131,24 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         origin = typing.get_origin(hint)
     try:
         if origin is tuple:
-            return tuple(float(part) for part in value)
+            part, *more = typing.get_args(hint)
+            if more == [...] and isinstance(value, (str, int, float)):
+                value = [value]  # one of any number, without brackets
+            if not isinstance(value, str):
+                return tuple(_convert(name, item, part) for item in value)
         if origin is dict:
             return dict(value)
         if hint is float and not isinstance(value, bool):
             return float(value)
         if hint is int and not isinstance(value, bool) and float(value) == int(float(value)):
             return int(float(value))
+        if hint is str and isinstance(value, bool):
+            return "on" if value else "off"  # as which YAML reads these words without quotes
         if hint in (bool, str) and isinstance(value, hint):
             return value
     except (TypeError, ValueError):
         pass
-    expected = getattr(hint, "__name__", str(hint))
+    expected = str(hint) if origin is tuple else getattr(hint, "__name__", str(hint))
     raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
 
 

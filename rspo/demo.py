@@ -21,6 +21,7 @@ from .runs import CONFIG_FILE, build_env, open_run, trained_policy
 from .tracking import read_metrics
 
 METHOD_NAMES = {"rspo": "RSPO+GRPO", "grpo": "GRPO"}
+PANELS = ("success", "cost", "dense", "kl")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders.append(_run(baseline, parsed.out / "grpo"))
 
     labels = [METHOD_NAMES["rspo"], METHOD_NAMES["grpo"]][: len(folders)]
-    picture = plot_runs(folders, parsed.out / "learning_curve.png", labels)
+    picture = plot_runs(folders, parsed.out / "learning_curve.png", labels, PANELS)
     print(f"\nSuccess on {config.evaluation.episodes} episodes of held-out household tasks:\n")
     print(_table(folders, labels))
     print(f"\n{_example(trained_policy(parsed.out, config), build_env(config), config)}")
@@ -82,7 +83,7 @@ def _table(folders: Sequence[Path], labels: Sequence[str]) -> str:
 
 def _example(policy: Policy, env: BatchedEnv, config: Config) -> str:
     """A solved episode of median length among some held-out ones, action by action."""
-    episodes = play(policy, env, config, split="eval", episodes=64, temperature=config.evaluation.temperature)
+    episodes = play(policy, env, config, split="eval", episodes=64, temperature=config.evaluation.temperatures[0])
     solved = [trajectory for trajectory in episodes if trajectory.won]
     if not solved:
         return "It solved none of 64 more held-out episodes."

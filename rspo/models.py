@@ -23,10 +23,12 @@ from transformers import (
 
 from rspo_kernels import token_logprobs
 
+from .batch import Batch
 from .config import ConfigError, PolicyConfig
-from .trajectory import Batch
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+SAID = "(a response)"
+"""Stands for a response where a chat template is asked what follows one."""
 
 
 class Policy:
@@ -35,11 +37,13 @@ class Policy:
     Args:
         model: any transformers causal LM.
         tokenizer: its tokenizer. Where that has a chat template, a prompt is one user message.
+        packs: forward passes over a batch run without padding.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, packs: bool = False) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
+        self.packs = packs
         self.cache_argument = _cache_argument(model)
         self._head_is_plain = _head_is_plain(model)
 
@@ -59,7 +63,7 @@ class Policy:
             )
         except (OSError, ValueError) as error:
             raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
-        return cls(model.to(config.device), tokenizer)
+        return cls(model.to(config.device), tokenizer, config.packs)
 
     def save(self, path: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors)."""
@@ -68,7 +72,7 @@ class Policy:
 
     def copy(self) -> Policy:
         """A policy with weights of its own; the tokenizer is shared."""
-        return Policy(copy.deepcopy(self.model), self.tokenizer)
+        return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs)
 
     @property
     def device(self) -> torch.device:
@@ -91,13 +95,34 @@ class Policy:
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, int64 [P] each."""
-        distinct = list(dict.fromkeys(prompts))
-        has_template = self.tokenizer.chat_template is not None  # which then writes the special tokens
-        texts = [self._as_message(prompt) for prompt in distinct] if has_template else distinct
-        encoded = self._token_ids(texts, not has_template)
-        ids = {prompt: np.array(row, dtype=np.int64) for prompt, row in zip(distinct, encoded, strict=True)}
-        return [ids[prompt] for prompt in prompts]
+        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
+        if self.tokenizer.chat_template is None:
+            return self._ids(prompts, prompts, add_special_tokens=True)
+        return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
+
+    def encode_replies(self, replies: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of what follows a response when a user answers it, int64 [P] each: with a chat template the
+        response's end, the user's message and the opening of the next response."""
+        if self.tokenizer.chat_template is None:
+            return self._ids(replies, replies)
+        texts = []
+        for reply in replies:
+            user, said = {"role": "user", "content": "(a prompt)"}, {"role": "assistant", "content": SAID}
+            texts.append(self._chat(user, said, {"role": "user", "content": reply}).partition(SAID)[2])
+        return self._ids(replies, texts)
+
+    def encode_responses(self, responses: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of responses as a model writes them, int64 [T] each: nothing before or after the text."""
+        return self._ids(responses, responses)
+
+    def _ids(self, keys: Sequence[str], texts: Sequence[str], add_special_tokens: bool = False) -> list[np.ndarray]:
+        """Token ids of texts, each distinct key's once: members of a group often see the same."""
+        distinct = dict(zip(keys, texts, strict=True))
+        if not distinct:
+            return []
+        encoded = self._token_ids(list(distinct.values()), add_special_tokens)
+        ids = {key: np.array(row, dtype=np.int64) for key, row in zip(distinct, encoded, strict=True)}
+        return [ids[key] for key in keys]
 
     def _token_ids(self, texts: list[str], special: bool) -> list[list[int]]:
         """Token ids of texts; `special`: with the tokens that the tokenizer puts around a text."""
@@ -107,11 +132,12 @@ class Policy:
             backend.no_truncation()
             backend.no_padding()
             return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
-        return self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
+        # verbose warns of texts beyond the tokenizer's own limit; engines and reward models see to lengths.
+        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+        return encoded["input_ids"]
 
-    def _as_message(self, prompt: str) -> str:
-        message = [{"role": "user", "content": prompt}]
-        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    def _chat(self, *messages: dict[str, str]) -> str:
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens."""
@@ -120,32 +146,66 @@ class Policy:
         texts = dict(zip(distinct, decoded, strict=True))
         return [texts[row.tobytes()] for row in responses]
 
-    def logits(self, input_ids: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Logits [N, V] at the positions (rows[n], columns[n]) of right-padded input_ids [R, L].
+    def logits_and_hidden(self, batch: Batch, with_hidden: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Logits [N, V] that predict the response tokens, and the last hidden states [N, H] they are made of.
 
-        The model's body runs once over the distinct rows (members of a group often are in the same situation and do
-        the same: half the rows of a trained household agent), and only the asked-for positions go through its head.
+        Only the asked-for positions go through the model's head.
         """
-        distinct, row_of = torch.unique(input_ids, dim=0, return_inverse=True)
-        rows = row_of[rows]
-        if not self._head_is_plain:
-            return self.model(input_ids=distinct, use_cache=False).logits[rows, columns]
-        hidden = self.model.base_model(input_ids=distinct, use_cache=False).last_hidden_state
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return self.model.get_output_embeddings()(flat.index_select(0, rows * input_ids.shape[1] + columns))
+        if self._head_is_plain:
+            hidden = run_body(self.model.base_model, batch, self.packs)
+            return self.model.get_output_embeddings()(hidden), hidden
+        inputs, positions = _forward_inputs(batch, self.packs)
+        output = self.model(**inputs, use_cache=False, output_hidden_states=with_hidden)
+        last = output.hidden_states[-1].flatten(0, 1)[positions] if with_hidden else None
+        return output.logits.flatten(0, 1)[positions], last
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the response tokens, float32 [N] each, with a graph where grad is enabled."""
-        logits = self.logits(batch.input_ids, batch.token_row, batch.token_column)
-        both = token_logprobs(logits, batch.targets, temperature=temperature, with_entropy=True)
-        return cast(tuple[Tensor, Tensor], both)
+        return self.logprobs_and_hidden(batch, temperature)[:2]
+
+    def logprobs_and_hidden(
+        self, batch: Batch, temperature: float, with_hidden: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs and entropies as by `logprobs`, and the hidden states [N, H] that a shared critic reads."""
+        logits, hidden = self.logits_and_hidden(batch, with_hidden)
+        logp, entropy = cast(
+            tuple[Tensor, Tensor],
+            token_logprobs(logits, batch.targets, temperature=temperature, with_entropy=True),
+        )
+        return logp, entropy, hidden
+
+
+def run_body(body: nn.Module, batch: Batch, packs: bool) -> Tensor:
+    """A model's body over a batch: last hidden states [N, H] at the positions that predict the response tokens."""
+    inputs, positions = _forward_inputs(batch, packs)
+    hidden = body(**inputs, use_cache=False).last_hidden_state
+    return cast(Tensor, hidden.flatten(0, 1).index_select(0, positions))
+
+
+def _forward_inputs(batch: Batch, packs: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """What a model is given of a batch, and the flat positions [N] of its output that predict the response tokens.
+
+    Distinct rows run once: members of a group often are in the same situation and do the same (half the rows of a
+    trained household agent). Packed, they stand end to end with positions that begin anew, which is how transformers
+    knows that they must not see each other.
+    """
+    distinct, row_of = torch.unique(batch.input_ids, dim=0, return_inverse=True)
+    rows, width = row_of[batch.token_row], distinct.shape[1]
+    if not packs:
+        return {"input_ids": distinct}, rows * width + batch.token_column
+    lengths = batch.row_lengths.new_zeros(len(distinct)).scatter_reduce_(0, row_of, batch.row_lengths, "amax")
+    columns = torch.arange(width, device=distinct.device).expand_as(distinct)
+    real = columns < lengths[:, None]
+    starts = torch.cumsum(lengths, 0) - lengths
+    inputs = {"input_ids": distinct[real].unsqueeze(0), "position_ids": columns[real].unsqueeze(0)}
+    return inputs, starts[rows] + batch.token_column
 
 
 @torch.no_grad()
 def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int) -> Tensor:
     """Log-probs of the response tokens without a graph, float32 [N], in micro-batches of `max_tokens`."""
     result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
-    for rows in batch.micro_batches(max_tokens):
+    for rows in batch.micro_batches(max_tokens, policy.packs):
         chosen = torch.isin(batch.token_row, rows)
         result[chosen] = policy.logprobs(batch.select(rows), temperature)[0]
     return result
@@ -185,7 +245,7 @@ def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention)
-    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), tokenizer)
+    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), tokenizer, config.packs)
 
 
 def _cache_argument(model: nn.Module) -> str:

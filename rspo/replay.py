@@ -15,8 +15,8 @@ from .trajectory import REPLAY, Trajectory
 class ReplayBuffer:
     """Trajectories with their advantages, handed out without replacement until all were used.
 
-    Advantages must have been computed on full groups before: after a selection of successes only, normalising again
-    would make them all 0.
+    Advantages against a group must have been computed on full groups before: after a selection of successes only,
+    normalising again would make them all 0.
 
     Args:
         config: `sampling`, `unit` and `success_only` decide the order.
@@ -33,11 +33,12 @@ class ReplayBuffer:
         return len(self.trajectories)
 
     def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add complete, labelled groups; the whole buffer is ordered anew at the next sample."""
+        """Add complete, labelled groups, other than those of earlier calls; all are ordered anew at the next sample."""
         for trajectory in trajectories:
-            if trajectory.advantages is None or trajectory.rewards is None:
-                raise ValueError(f"{trajectory} needs rewards and advantages before it enters the buffer")
-        self.trajectories += [replace(trajectory, source=REPLAY) for trajectory in trajectories]
+            if trajectory.rewards is None:
+                raise ValueError(f"{trajectory} needs rewards before it enters the buffer")
+        first = 1 + max((trajectory.group for trajectory in self.trajectories), default=-1)
+        self.trajectories += [replace(t, source=REPLAY, group=first + t.group) for t in trajectories]
         self._waiting = []
 
     def clear(self) -> None:
@@ -94,7 +95,8 @@ def _reward_key(trajectory: Trajectory) -> tuple[float, float, float]:
     """Highest reward first; among equals the better task score, then the larger advantage.
 
     Equal rewards differ in advantage by their group: a success among failures teaches more than one among successes,
-    whose advantage is 0. The best turn stands for the trajectory, because penalties lower single turns only.
+    whose advantage is 0 (methods with a critic have none yet). The best turn stands for the trajectory, because
+    penalties lower single turns only.
     """
-    assert trajectory.advantages is not None
-    return _return(trajectory), trajectory.task_score, float(trajectory.advantages.max())
+    best = 0.0 if trajectory.advantages is None else float(trajectory.advantages.max())
+    return _return(trajectory), trajectory.task_score, best

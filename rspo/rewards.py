@@ -8,14 +8,20 @@ outcome rewards before A replays them.
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .config import Config, ConfigError, RewardConfig
+from .config import Config, ConfigError, PolicyConfig, RewardConfig
+from .reward_model import RewardModel, read_settings
 from .trajectory import Trajectory
 
 RewardFunction = Callable[[Trajectory], Sequence[float] | np.ndarray]
+"""One number per turn of a trajectory. It may also have a method `score(trajectories)`, which gives those of several
+trajectories at once and is then called instead."""
 
 
 class NonFiniteError(RuntimeError):
@@ -30,6 +36,74 @@ def outcome_reward(trajectory: Trajectory) -> np.ndarray:
 def environment_dense_reward(trajectory: Trajectory) -> np.ndarray:
     """The environment's process reward, float32 [turns]."""
     return np.array([turn.dense_reward for turn in trajectory.turns], dtype=np.float32)
+
+
+class NamedReward:
+    """A reward function of the user's own.
+
+    Args:
+        name: "package.module:function", the setting `rewards.dense`. Raises ConfigError where that is no function.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        module_name, _, attribute = name.partition(":")
+        try:
+            self.function = getattr(importlib.import_module(module_name), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"rewards.dense={name!r} cannot be imported: {error}") from error
+        if not callable(self.function):
+            raise self._wrong(f"it is of type {type(self.function).__name__}")
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Its rewards. Raises ConfigError where it fails or does not give one number per turn."""
+        try:
+            given = score_all(self.function, trajectories)
+            rewards = [np.asarray(values, dtype=np.float32) for values in given]
+        except ConfigError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f" at {frame.filename}:{frame.lineno}" if frame.filename != __file__ else ""
+            raise self._wrong(f"it raised {type(error).__name__}{where}: {error}") from error
+        if len(rewards) != len(trajectories):
+            raise self._wrong(f"its score() gave {len(rewards)} rows for {len(trajectories)} trajectories")
+        for trajectory, values in zip(trajectories, rewards, strict=True):
+            if values.shape != (len(trajectory),):
+                raise self._wrong(f"it gave shape {values.shape} for {trajectory}, which has {len(trajectory)} turns")
+        return rewards
+
+    def __call__(self, trajectory: Trajectory) -> np.ndarray:
+        return self.score([trajectory])[0]
+
+    def _wrong(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"rewards.dense={self.name!r} must be a function of a Trajectory to one number per turn: {what}"
+        )
+
+
+class LearnedReward:
+    """A process reward model's rewards; the model is loaded when they are first asked for.
+
+    Args:
+        path: its folder. Raises ConfigError where there is no complete one.
+        config: device, dtype and attention of the model.
+    """
+
+    def __init__(self, path: str, config: PolicyConfig) -> None:
+        self.path = path
+        self.config = config
+        self.model: RewardModel | None = None
+        read_settings(Path(path))
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """r̂ of each trajectory's turns, float32 [turns] each."""
+        if self.model is None:
+            self.model = RewardModel.load(self.path, self.config)
+        return self.model.score(trajectories)
+
+    def __call__(self, trajectory: Trajectory) -> np.ndarray:
+        return self.score([trajectory])[0]
 
 
 class DenseReward:
@@ -48,34 +122,49 @@ class DenseReward:
         self.noise = noise
         self.rng = rng
 
+    def score(self, trajectories: Sequence[Trajectory]) -> list[np.ndarray]:
+        """Rewards of each trajectory's turns, float32 [turns] each."""
+        result = []
+        for values in score_all(self.source, trajectories):
+            rewards = np.asarray(values, dtype=np.float32)
+            if self.noise > 0:
+                rewards = rewards + self.rng.normal(0.0, self.noise, size=rewards.shape).astype(np.float32)
+            result.append(rewards * np.float32(self.scale))
+        return result
+
     def __call__(self, trajectory: Trajectory) -> np.ndarray:
-        rewards = np.asarray(self.source(trajectory), dtype=np.float32)
-        if self.noise > 0:
-            rewards = rewards + self.rng.normal(0.0, self.noise, size=rewards.shape).astype(np.float32)
-        return rewards * np.float32(self.scale)
+        return self.score([trajectory])[0]
 
 
-def make_dense_reward(config: RewardConfig, has_dense_reward: bool, rng: np.random.Generator) -> DenseReward:
-    """The configured dense reward. Raises ConfigError where there is none."""
+def make_dense_reward(
+    config: RewardConfig, has_dense_reward: bool, rng: np.random.Generator, policy: PolicyConfig | None = None
+) -> DenseReward:
+    """The configured dense reward; a reward model goes where `policy` is. Raises ConfigError where there is none."""
+    source: RewardFunction
     if config.dense == "environment":
         if not has_dense_reward:
             raise ConfigError(
-                "this environment has no dense reward: set rewards.dense to 'package.module:function',"
-                " or swap.source to 'outcome' or 'history', or method to 'grpo'"
+                "this environment has no dense reward: set rewards.dense to 'model:FOLDER' or"
+                " 'package.module:function', or swap.source to 'outcome' or 'history', or method to 'grpo'"
             )
-        return DenseReward(environment_dense_reward, config.dense_scale, config.dense_noise, rng)
-    module_name, _, name = config.dense.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rewards.dense={config.dense!r} cannot be imported: {error}") from error
-    return DenseReward(function, config.dense_scale, config.dense_noise, rng)
+        source = environment_dense_reward
+    elif config.model_path is not None:
+        source = LearnedReward(config.model_path, policy or PolicyConfig())
+    else:
+        source = NamedReward(config.dense)
+    return DenseReward(source, config.scale, config.dense_noise, rng)
+
+
+def score_all(reward: RewardFunction, trajectories: Sequence[Trajectory]) -> list[Any]:
+    """What a reward function gives for each trajectory: all at once where it has `score`, else one by one."""
+    score = getattr(reward, "score", None)
+    return list(score(trajectories)) if score is not None else [reward(trajectory) for trajectory in trajectories]
 
 
 def relabel(trajectories: Sequence[Trajectory], reward: RewardFunction) -> None:
     """Set the rewards that are trained on. Raises NonFiniteError that names the trajectory and turn."""
-    for trajectory in trajectories:
-        rewards = np.asarray(reward(trajectory), dtype=np.float32)
+    for trajectory, values in zip(trajectories, score_all(reward, trajectories), strict=True):
+        rewards = np.asarray(values, dtype=np.float32)
         if rewards.shape != (len(trajectory),):
             raise ValueError(f"{trajectory} has {len(trajectory)} turns, its reward function gave {rewards.shape}")
         if not np.isfinite(rewards).all():
@@ -93,5 +182,7 @@ def training_rewards(
     """
     dense_a = config.rewards.train == "dense"
     dense_b = config.method == "rspo" and config.swap.source == "dense"
-    dense = make_dense_reward(config.rewards, has_dense_reward, noise) if dense_a or dense_b else outcome_reward
+    if not (dense_a or dense_b):
+        return outcome_reward, outcome_reward
+    dense = make_dense_reward(config.rewards, has_dense_reward, noise, config.policy)
     return dense if dense_a else outcome_reward, dense if dense_b else outcome_reward

@@ -6,6 +6,7 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy)
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,12 @@ from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import load_config, save_config
 from .envs import BatchedEnv, make_env
+from .envs.workers import WorkerEnv
+from .estimators import make_estimator
 from .models import Policy
+from .reporters import find_reporters
 from .rewards import training_rewards
+from .storage import new_folder, prepare_folder, tidy
 from .tracking import Tracker
 from .trainer import Trainer
 from .warmup import warm_up
@@ -27,8 +32,11 @@ CONFIG_FILE = "config.yaml"
 
 def build_env(config: Config) -> BatchedEnv:
     """The configured environment. Raises ConfigError with what is allowed."""
+    settings = config.env
     try:
-        return make_env(config.env.name, **config.env.options)
+        if settings.workers > 0:
+            return WorkerEnv(settings.name, settings.options, settings.workers, settings.worker_timeout)
+        return make_env(settings.name, **settings.options)
     except (ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"env.name={config.env.name!r} with env.options={config.env.options}: {error}") from error
 
@@ -46,11 +54,9 @@ def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: boo
         return Policy.load(config.policy.path, config.policy)
     cached = folder / "start"
     if not cached.is_dir():
-        policy, _ = warm_up(env, config, progress=progress)
-        partial = folder / ".start.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        policy.save(partial)
-        partial.rename(cached)
+        policy, _ = warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)
+        with new_folder(cached) as partial:
+            policy.save(partial)
     # Always through the file, so that a first and a resumed run start from the same numbers.
     return Policy.load(cached, config.policy)
 
@@ -59,7 +65,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     """A trainer in a run folder: new, or going on from its latest checkpoint.
 
     Raises ConfigError where a new run's folder holds one already, or where the settings of a resumed run are not those
-    it was started with.
+    it was started with; StorageError where the folder cannot be written.
     """
     if resume:
         _check_resumable(config, folder)
@@ -72,11 +78,16 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     _check_device(config)
     env = build_env(config)
     # What cannot be trained on is found out before the start policy is made.
+    estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
-    folder.mkdir(parents=True, exist_ok=True)
+    reporters = find_reporters(config.run.report_to)
+    prepare_folder(folder)
+    for leftovers in (CONFIG_FILE, "start"):
+        tidy(folder, leftovers)
+    tidy(folder / "checkpoints")
     policy = start_policy(config, env, folder, progress=progress)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
-    checkpoint = load_checkpoint(checkpoints[-1], config) if checkpoints else None
+    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic) if checkpoints else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
@@ -84,8 +95,9 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
         )
     reference = policy.copy() if config.loss.kl_coef > 0 else None
     save_config(config, folder / CONFIG_FILE)
-    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress)
-    trainer = Trainer(config, folder, env, Agent(policy, config.optimizer), reference, tracker)
+    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
+    agent = Agent(policy, config, has_critic=estimator.needs_critic)
+    trainer = Trainer(config, folder, env, agent, reference, tracker)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
@@ -96,11 +108,22 @@ def _check_resumable(config: Config, folder: Path) -> None:
     before = load_config(folder / CONFIG_FILE)
     for name, old, new in (
         ("method", before.method, config.method),
-        ("env", before.env, config.env),
+        ("base", before.base, config.base),
+        ("critic.backbone", before.critic.backbone, config.critic.backbone),
+        ("env", *(replace(env, workers=0, worker_timeout=1.0) for env in (before.env, config.env))),
         ("run.seed", before.run.seed, config.run.seed),
     ):
         if old != new:
             raise ConfigError(f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {new!r}")
+
+
+def how_to_go_on(folder: Path) -> str:
+    """What is safe of a run that has stopped early, and how it goes on."""
+    if not (folder / CONFIG_FILE).is_file():
+        return "the run had not begun; start it again"
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    where = f"checkpoint {checkpoints[-1].name}" if checkpoints else "its start, as there is no checkpoint yet"
+    return f"the run can go on from {where}: rspo train --resume --out {folder}"
 
 
 def _check_device(config: Config) -> None:

@@ -1,15 +1,17 @@
-"""Records of a run: metrics as JSON lines, and a progress bar."""
+"""Records of a run: metrics as JSON lines, passed on to reporters, and a progress bar."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
+
+from .reporters import Record, Reporter
+from .storage import writing
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -24,30 +26,47 @@ class Tracker:
         records: records that were written before the checkpoint that the run goes on from; those after them (of a run
             that went on past its checkpoint, and perhaps broke off inside a line) are dropped.
         progress: show a bar.
+        reporters: kinds of reporters that take the records too.
     """
 
-    def __init__(self, folder: Path, steps: int, start: int = 0, records: int = 0, progress: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        steps: int,
+        start: int = 0,
+        records: int = 0,
+        progress: bool = True,
+        reporters: Sequence[type[Reporter]] = (),
+    ) -> None:
+        self.folder = folder
         self.path = folder / METRICS_FILE
-        self.records = records
-        if self.path.exists():
-            kept = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[:records]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept), encoding="utf-8")
-            os.replace(partial, self.path)
-        self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
+        self.progress = progress
+        with writing(self.path):
+            self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
+            self.records = _cut(self.path, records)
+        before = read_metrics(folder) if reporters else []
+        self.reporters = [reporter(folder, before) for reporter in reporters]
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Append a record: kind is "update", "dense", "collect" or "evaluation"; step counts A-updates."""
-        plain: dict[str, Any] = {"kind": kind, "step": step}
+        plain: Record = {"kind": kind, "step": step}
         for name, value in values.items():
             if isinstance(value, int):
                 plain[name] = value
             else:
                 plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
-        self.file.write(json.dumps(plain) + "\n")
-        self.file.flush()
+        with writing(self.path):
+            self.file.write(json.dumps(plain) + "\n")
+            self.file.flush()
         self.records += 1
+        for reporter in self.reporters:
+            reporter.record(plain)
+
+    def sync(self) -> None:
+        """Bring the records to the disk, so that a checkpoint never counts more of them than are there."""
+        with writing(self.path):
+            os.fsync(self.file.fileno())
 
     def show(self, phase: str, values: Mapping[str, float], advance: int = 0) -> None:
         """Update the bar."""
@@ -68,19 +87,57 @@ class Tracker:
             self.bar.write(text)
 
     def close(self) -> None:
-        """Close file and bar."""
+        """Close file, reporters and bar."""
         self.bar.close()
-        self.file.close()
+        for reporter in self.reporters:
+            reporter.close()
+        with writing(self.path):
+            self.file.close()
 
 
-def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+def _cut(path: Path, records: int) -> int:
+    """Cut a file of records in place to the first `records`, which needs no room on the disk; how many there are."""
+    kept = end = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if kept == records or not line.endswith(b"\n"):
+                break
+            kept, end = kept + 1, end + len(line)
+    os.truncate(path, end)
+    return kept
+
+
+def without_timings(records: Sequence[Record]) -> list[Record]:
+    """Records without what depends on the machine's speed. All else is the same, bit for bit on one CPU thread, in a
+    run that was interrupted and resumed and in one that was not."""
+    return [{name: value for name, value in record.items() if not _is_timing(name)} for record in records]
+
+
+def _is_timing(name: str) -> bool:
+    return name == "seconds" or name.startswith("seconds/")
+
+
+def _record(line: str) -> Record:
+    record = json.loads(line)
+    if not isinstance(record, dict) or not {"kind", "step"} <= set(record):
+        raise ValueError(f"expected an object with kind and step, got {line.strip()[:80]!r}")
+    return record
+
+
+def read_metrics(folder: Path, kind: str | None = None) -> list[Record]:
     """Records of a run, of one kind or all; a last line that was never finished is left out.
 
-    Raises FileNotFoundError that names the missing file.
+    Raises FileNotFoundError that names the missing file, ValueError that names a line that is no record.
     """
     path = folder / METRICS_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} is not the folder of a run")
-    with open(path, encoding="utf-8") as file:
-        records = [json.loads(line) for line in file if line.endswith("\n")]
+    records: list[Record] = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):
+                try:
+                    records.append(_record(line))
+                except ValueError as error:
+                    raise ValueError(f"line {number} of {path} is not a record: {error}") from error
     return [record for record in records if kind is None or record["kind"] == kind]

@@ -1,4 +1,4 @@
-"""RSPO, Algorithm 1 of the paper (arXiv 2607.04713), and GRPO as the same loop without agent B.
+"""RSPO, Algorithm 1 of the paper (arXiv 2607.04713), and its base methods as the same loop without agent B.
 
 The numbers in the comments are the lines of Algorithm 1. Mechanics are elsewhere: `rollout` plays episodes, `rewards`
 labels them, `estimators` makes advantages, `replay` keeps and orders B's trajectories, `update` holds mini-batches
@@ -10,21 +10,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from .agent import Agent
+from .batch import Batch
 from .bookkeeping import Bookkeeper
 from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
 from .config import Config
 from .engines import TransformersEngine
 from .envs.base import BatchedEnv
 from .estimators import make_estimator
-from .metrics import trajectory_metrics, zero_advantage_fraction
+from .layouts import make_layout
+from .metrics import trajectory_metrics, zero_advantages
 from .models import Policy
+from .progress import episode_bar
 from .randomness import RandomStreams
 from .replay import ReplayBuffer
 from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
 from .rollout import rollout
+from .storage import StorageError
 from .timing import PhaseTimer
 from .tracking import Tracker
-from .trajectory import Batch, Trajectory
+from .trajectory import Trajectory, intact
 from .update import prepare, update
 
 
@@ -51,37 +55,45 @@ class Trainer:
         self.random = RandomStreams(config.run.seed, agent.policy.device)
         self.timer = PhaseTimer()
         self.books = Bookkeeper(config, env, tracker, self.timer)
-        self.estimator = make_estimator(config.estimator)
+        self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
         self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise)
 
     def train(self) -> None:
-        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way."""
+        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way.
+
+        Raises NonFiniteError after agent A, as it was, has been saved as `checkpoints/failed`: to be looked at, and
+        never gone on from. Raises StorageError where something could not be written.
+        """
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
             while self.books.step < self.config.run.steps:  # 3: for each loop of RSPO do
                 self._loop()
                 self._save_if_due()
-        except NonFiniteError:
-            self._save(self.folder / "checkpoints" / "failed")
+        except NonFiniteError as error:
+            try:
+                self._save(self.folder / "checkpoints" / "failed")
+            except StorageError as storage_error:
+                raise NonFiniteError(f"{error}; in addition, {storage_error}") from error
             raise
 
     def _loop(self) -> None:
-        """One loop of Algorithm 1; under GRPO, one update."""
+        """One loop of Algorithm 1; without RSPO, one update."""
         swap = self.config.swap
         if self.config.replay_size(self.alpha) > 0 and swap.source != "history":
             self._train_b_and_collect()
 
-        history: list[Trajectory] = []
+        history: list[list[Trajectory]] = []
         updates = min(swap.k if self.swaps else 1, self.config.run.steps - self.books.step)
         for _ in range(updates):  # 12-13: update using outcome rewards
-            history += self._update_a()
+            history.append(self._update_a())
 
         self.buffer.clear()  # 19: D <- ∅
         if self.swaps and swap.source == "history":
-            self.buffer.add(history)  # the ablation RSPO_H: the next loop replays A's own trajectories
+            for trajectories in history:  # the ablation RSPO_H: the next loop replays A's own trajectories
+                self.buffer.add(trajectories)
 
     def _train_b_and_collect(self) -> None:
         """Lines 4 to 11: agent B learns from dense rewards, then fills the buffer."""
@@ -99,7 +111,7 @@ class Trainer:
         relabel(collected, outcome_reward)  # re-evaluate with outcome rewards,
         self.estimator(collected)  # (advantages of full groups: a selection of successes would have none)
         self.buffer.add(collected)  # and add to D
-        self.books.record("collect", collected, {"zero_advantages": zero_advantage_fraction(collected)})
+        self.books.record("collect", collected, {})
 
     def _update_a(self) -> list[Trajectory]:
         """Lines 14 to 17: one update of agent A. Returns its on-policy trajectories."""
@@ -110,11 +122,9 @@ class Trainer:
         replayed = self.buffer.sample(self.config.replay_size(alpha))  # 15: D_off
         stats = self._update(self.agent, [*on_policy, *replayed], alpha)  # 16-17: D_mix, eq. 1
 
-        stats |= {"alpha": alpha, "zero_advantages": zero_advantage_fraction(on_policy)}
-        stats["replay/trajectories"] = len(replayed)
+        stats |= {"alpha": alpha, "replay/trajectories": len(replayed)}
         if replayed:
             stats["replay/success"] = trajectory_metrics(replayed)["success"]
-            stats["replay/zero_advantages"] = zero_advantage_fraction(replayed)
         self.books.step += 1
         self.books.record("update", on_policy, stats)
         if self._due(self.config.evaluation.every):
@@ -123,7 +133,7 @@ class Trainer:
 
     @property
     def alpha(self) -> float:
-        """The share of replay at the current step; 0 under GRPO."""
+        """The share of replay at the current step; 0 without RSPO."""
         return self.config.alpha_at(self.books.step) if self.swaps else 0.0
 
     def _rollout(self, agent: Agent, num_tasks: int) -> list[Trajectory]:
@@ -131,27 +141,34 @@ class Trainer:
         tasks = self.env.tasks("train")
         chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
         seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
-        trajectories = rollout(
-            self.env,
-            TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
-            [tasks[i] for i in chosen],
-            seeds,
-            group_size=self.config.rollout.group_size,
-            history_length=self.config.env.history_length,
-            timer=self.timer,
-        )
+        with episode_bar("playing", num_tasks * self.config.rollout.group_size, self.books.tracker.progress) as on_turn:
+            trajectories = rollout(
+                self.env,
+                TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
+                make_layout(self.config.env.layout, agent.policy, self.env),
+                [tasks[i] for i in chosen],
+                seeds,
+                group_size=self.config.rollout.group_size,
+                history_length=self.config.env.history_length,
+                timer=self.timer,
+                on_turn=on_turn,
+            )
         self.books.count(trajectories)
-        return trajectories
+        return intact(trajectories)
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
         """One update of an agent on trajectories with advantages: one pass, in mini-batches."""
         with self.timer("batch"):
-            batch = Batch.from_trajectories(trajectories).to(agent.policy.device)
+            batch = Batch.from_trajectories(trajectories, self.config.env.layout).to(agent.policy.device)
         with self.timer("logprobs"):
-            batch = prepare(agent.policy, batch, self.config, self.reference)
-        return update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
+            batch = prepare(agent, batch, trajectories, self.config, self.reference)
+        batch = self.estimator.at_update(batch)
+        agent.set_learning_rates(self.config.learning_rate_factor(self.books.step))
+        stats = update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
+        return stats | zero_advantages(batch) | agent.learning_rates
 
-    # Checkpoints stand between loops, where agent B does not exist.
+    # Checkpoints stand between loops, where agent B does not exist. A loop that was cut off is done again, from the
+    # same weights and random states, to the same result.
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many updates, and after the last, happens now."""
@@ -166,13 +183,16 @@ class Trainer:
             prune_checkpoints(folder, self.config.run.keep)
 
     def _save(self, path: Path) -> None:
+        self.books.tracker.sync()
         state = {**self.books.state(), "random": self.random.state()}
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
     def close(self) -> None:
         """Close the records and the environment."""
-        self.books.tracker.close()
-        self.env.close()
+        try:
+            self.books.tracker.close()
+        finally:
+            self.env.close()
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint."""

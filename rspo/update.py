@@ -1,4 +1,4 @@
-"""One update of an agent: mini-batches, micro-batches, the loss, the gradient's norm, the optimiser's steps.
+"""One update of an agent: mini-batches, micro-batches, the losses, the gradient's norm, the optimiser's steps.
 
 Eq. 1 of the paper, J = (1 - α)·J_on + α·J_off, weights two means. A mean over all of an update's on-policy (or
 replayed) terms becomes a sum over micro-batches with one common divisor, so that the gradient depends neither on how
@@ -18,11 +18,13 @@ from torch import Tensor
 from rspo_kernels import PolicyLossConfig, policy_loss
 
 from .agent import Agent
+from .batch import Batch
 from .config import Config, OptimizerConfig
+from .critic import score_values, value_loss
 from .models import Policy, score
 from .rewards import NonFiniteError
 from .timing import PhaseTimer
-from .trajectory import Batch, Trajectory
+from .trajectory import Trajectory
 
 LOG_CENTER_QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -82,20 +84,38 @@ class Mixture:
         return torch.stack(losses).sum(), stats
 
 
-def prepare(policy: Policy, batch: Batch, config: Config, reference: Policy | None) -> Batch:
+def prepare(
+    agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config, reference: Policy | None
+) -> Batch:
     """The batch with what one update holds fixed: log-probs of replayed rows under the policy as it is now (old
-    log-probs; those of on-policy rows are the rollout's), and under the reference where the loss asks for them."""
+    log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, and
+    the critic's values, where there is a critic."""
     temperature, max_tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
     if batch.is_replay.any():
         rows = batch.token_row[batch.is_replay].unique()
         old_logp = batch.old_logp.clone()
-        old_logp[batch.is_replay] = score(policy, batch.select(rows), temperature, max_tokens)
+        old_logp[batch.is_replay] = score(agent.policy, batch.select(rows), temperature, max_tokens)
         batch = replace(batch, old_logp=old_logp)
+        if config.swap.ignore_behavior:
+            batch = replace(batch, behavior_logp=old_logp)
     if config.loss.kl_coef > 0:
         if reference is None:
             raise ValueError(f"loss.kl_coef={config.loss.kl_coef} needs a reference policy, got None")
         batch = replace(batch, ref_logp=score(reference, batch, temperature, max_tokens))
+    if agent.critic is not None:
+        values = score_values(agent.critic, agent.policy, batch, max_tokens)
+        bootstrap = torch.zeros_like(values)
+        cut_off = [i for i, trajectory in enumerate(trajectories) if trajectory.final_prompt_ids is not None]
+        if cut_off and config.estimator.bootstrap:
+            states = Batch.from_prompts([_final_prompt(trajectories[i]) for i in cut_off]).to(values.device)
+            bootstrap[batch.last_tokens(cut_off)] = score_values(agent.critic, agent.policy, states, max_tokens)
+        batch = replace(batch, values=values, bootstrap=bootstrap)
     return batch
+
+
+def _final_prompt(trajectory: Trajectory) -> np.ndarray:
+    assert trajectory.final_prompt_ids is not None
+    return trajectory.final_prompt_ids
 
 
 def update(
@@ -107,42 +127,62 @@ def update(
     rng: np.random.Generator,
     timer: PhaseTimer,
 ) -> dict[str, float]:
-    """One pass over a prepared batch in mini-batches of rows, one optimiser step each.
+    """`optimizer.epochs` passes over a prepared batch in mini-batches of rows, one optimiser step each.
 
     Args:
-        batch: made from `trajectories`, with old (and reference) log-probs set by `prepare`.
+        batch: made from `trajectories`, complete after `prepare` and the estimator.
         alpha: the weight of replay in eq. 1.
         rng: deals the rows to mini-batches.
 
     Returns:
-        Statistics over the whole update, `replay/...` over its replayed tokens only.
+        Statistics over the whole update, `replay/...` over its replayed tokens only, `critic/...` of the critic.
 
     Raises:
         NonFiniteError: names the trajectory or parameter; the weights are still those before the failing step.
     """
     mixture = Mixture.of(batch, config.loss, alpha, config.swap.mixture == "pooled")
     statistics = UpdateStatistics()
-    minibatches = deal(batch, config.optimizer, rng)
-    for rows in minibatches:
-        minibatch = batch.select(rows)
-        with timer("loss_backward"):
-            agent.optimizer.zero_grad(set_to_none=True)
-            finite = torch.ones((), dtype=torch.bool, device=batch.targets.device)
-            for micro_rows in minibatch.micro_batches(config.optimizer.micro_batch_tokens):
-                micro = minibatch.select(micro_rows)
-                logp, entropy = agent.policy.logprobs(micro, config.rollout.temperature)
-                loss, stats = mixture.loss(micro, logp, entropy, config.loss)
-                # The divisors are those of the whole update, of which a mini-batch is one part.
-                (loss * len(minibatches)).backward()
-                statistics.add(stats, loss.detach())
-                finite &= torch.isfinite(loss.detach())
-        with timer("optimizer"):
-            norm = torch.nn.utils.clip_grad_norm_(agent.policy.model.parameters(), config.optimizer.grad_clip)
-            if not finite & torch.isfinite(norm):
-                raise NonFiniteError(_diagnosis(agent, minibatch, trajectories, config))
-            agent.optimizer.step()
-        statistics.gradient_norms.append(float(norm))
-    return statistics.result() | _log_center_quantiles(batch)
+    for _ in range(config.optimizer.epochs):
+        minibatches = deal(batch, config.optimizer, rng)
+        for rows in minibatches:
+            minibatch = batch.select(rows)
+            with timer("loss_backward"):
+                agent.zero_grad()
+                finite = torch.ones((), dtype=torch.bool, device=batch.targets.device)
+                for micro_rows in minibatch.micro_batches(config.optimizer.micro_batch_tokens, agent.policy.packs):
+                    loss, stats = _losses(agent, minibatch.select(micro_rows), batch.num_tokens, mixture, config)
+                    # The divisors are those of the whole update, of which a mini-batch is one part.
+                    (loss * len(minibatches)).backward()
+                    statistics.add(stats, loss.detach())
+                    finite &= torch.isfinite(loss.detach())
+            with timer("optimizer"):
+                norms = agent.clip_gradients()
+                if not finite & torch.isfinite(torch.stack(list(norms.values()))).all():
+                    raise NonFiniteError(_diagnosis(agent, minibatch, trajectories, config))
+                agent.step()
+            statistics.add_norms(norms)
+    return statistics.result(config.optimizer.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
+
+
+def _losses(
+    agent: Agent, batch: Batch, num_tokens: int, mixture: Mixture, config: Config
+) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    """Policy and value loss of a micro-batch, 0-d with a graph, and the statistics of their parts.
+
+    The value loss is a mean over all `num_tokens` of the update, replayed ones like the others.
+    """
+    critic, shared = agent.critic, agent.critic is not None and agent.critic.body is None
+    logp, entropy, hidden = agent.policy.logprobs_and_hidden(batch, config.rollout.temperature, with_hidden=shared)
+    loss, stats = mixture.loss(batch, logp, entropy, config.loss)
+    if critic is not None:
+        assert batch.values is not None  # `prepare` has seen to it,
+        assert batch.returns is not None  # and the estimator
+        values = critic.of_hidden(hidden) if shared and hidden is not None else critic.values(agent.policy, batch)
+        errors = value_loss(values, batch.values, batch.returns, config.critic.value_clip)
+        critic_loss = errors.sum() / num_tokens
+        loss = loss + (config.critic.coef if shared else 1.0) * critic_loss
+        stats["critic"] = {"loss": critic_loss.detach()}
+    return loss, stats
 
 
 def deal(batch: Batch, config: OptimizerConfig, rng: np.random.Generator) -> list[Tensor]:
@@ -160,7 +200,7 @@ class UpdateStatistics:
     def __init__(self) -> None:
         self.parts: dict[str, list[dict[str, Tensor]]] = defaultdict(list)
         self.losses: list[Tensor] = []
-        self.gradient_norms: list[float] = []
+        self.norms: dict[str, list[float]] = defaultdict(list)
 
     def add(self, stats: dict[str, dict[str, Tensor]], loss: Tensor) -> None:
         """Add a micro-batch."""
@@ -168,14 +208,33 @@ class UpdateStatistics:
             self.parts[part].append(values)
         self.losses.append(loss)
 
-    def result(self) -> dict[str, float]:
-        """Over all tokens under plain names, over replayed tokens as `replay/...`."""
+    def add_norms(self, norms: dict[str, Tensor]) -> None:
+        """Add the gradients' norms of a mini-batch."""
+        for name, norm in norms.items():
+            self.norms[name].append(float(norm))
+
+    def result(self, epochs: int) -> dict[str, float]:
+        """Over all tokens under plain names, over replayed tokens as `replay/...`; losses are means over epochs."""
+        critic = [values["loss"] for values in self.parts.pop("critic", [])]
         everything = [values for part in self.parts.values() for values in part]
         merged = _merge(everything)
         merged |= {f"replay/{name}": value for name, value in _merge(self.parts["replay"]).items()}
-        merged["loss"] = float(torch.stack(self.losses).sum())
-        merged["gradient_norm"] = float(np.mean(self.gradient_norms))
-        return merged
+        merged["loss"] = float(torch.stack(self.losses).sum()) / epochs
+        if critic:
+            merged["critic/loss"] = float(torch.stack(critic).sum()) / epochs
+        return merged | {name: float(np.mean(norms)) for name, norms in self.norms.items()}
+
+
+def _critic_quality(batch: Batch) -> dict[str, float]:
+    """How well the critic knew the returns before the update."""
+    if batch.values is None or batch.returns is None:
+        return {}
+    error, spread = (batch.returns - batch.values).var(), batch.returns.var()
+    return {
+        "critic/value_mean": float(batch.values.mean()),
+        "critic/return_mean": float(batch.returns.mean()),
+        "critic/explained_variance": 1.0 - float(error / spread) if spread > 0 else 0.0,
+    }
 
 
 def _merge(parts: list[dict[str, Tensor]]) -> dict[str, float]:
@@ -209,15 +268,22 @@ def _log_center_quantiles(batch: Batch) -> dict[str, float]:
 def _diagnosis(agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config) -> str:
     """Where a gradient that is not finite comes from."""
     logp = score(agent.policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
-    inputs = torch.stack([logp, batch.old_logp, batch.behavior_logp, batch.advantages])
+    named = {
+        "log-prob": logp,
+        "old log-prob": batch.old_logp,
+        "behaviour log-prob": batch.behavior_logp,
+        "advantage": batch.advantages,
+    }
+    if batch.values is not None and batch.returns is not None:
+        named |= {"value": batch.values, "return": batch.returns}
+    inputs = torch.stack(list(named.values()))
     bad = (~torch.isfinite(inputs).all(0)).nonzero().squeeze(-1)
     if len(bad):
-        row = int(batch.token_row[bad[0]])
-        culprit = trajectories[int(batch.row_trajectory[row])]
-        names = ("log-prob", "old log-prob", "behaviour log-prob", "advantage")
-        values = ", ".join(f"{name} {float(x):g}" for name, x in zip(names, inputs[:, bad[0]], strict=True))
-        return f"turn {int(batch.row_turn[row])} of {culprit} has {values}"
-    for name, parameter in agent.policy.model.named_parameters():
+        turn = int(batch.token_turn[bad[0]])
+        culprit = trajectories[int(batch.turn_trajectory[turn])]
+        values = ", ".join(f"{name} {float(x):g}" for name, x in zip(named, inputs[:, bad[0]], strict=True))
+        return f"turn {int(batch.turn_index[turn])} of {culprit} has {values}"
+    for name, parameter in agent.named_parameters():
         if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
             return f"the gradient of parameter {name!r} is not finite"
     return "the loss or the gradient's norm is not finite"

@@ -12,14 +12,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from .batch import Batch
 from .config import Config, ConfigError
+from .engines import ScriptedEngine
 from .envs.base import BatchedEnv
 from .envs.household import VOCABULARY, HouseholdEnv
 from .evaluate import play
+from .layouts import make_layout
 from .models import Policy, tiny_policy
 from .randomness import named_generator, named_seed
-from .rollout import Episodes
-from .trajectory import Batch, Trajectory, Turn
+from .rollout import rollout
+from .trajectory import Trajectory
 
 BISECTIONS = 8
 BELOW, INSIDE, ABOVE = -1, 0, 1
@@ -36,7 +39,7 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
         )
     settings = config.warmup
     policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
-    batch = Batch.from_trajectories(demonstrations(env, policy, config)).to(policy.device)
+    batch = Batch.from_trajectories(demonstrations(env, policy, config), config.env.layout).to(policy.device)
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
     )
@@ -123,37 +126,12 @@ def demonstrations(env: HouseholdEnv, policy: Policy, config: Config) -> list[Tr
     tasks = env.tasks("train")
     chosen = [tasks[i] for i in rng.integers(len(tasks), size=settings.trajectories)]
     seeds = rng.integers(2**31, size=settings.trajectories).tolist()
-    episodes = Episodes(env, chosen, seeds, config.env.history_length)
-    trajectories = [Trajectory(task=info["task"], group=i, index=0) for i, info in enumerate(episodes.infos)]
-    while episodes.running:
-        acting = list(episodes.running)
-        prompts = policy.encode(episodes.prompts())
-        anchors = [episodes.infos[i]["anchor"] for i in acting]
-        # Random among all actions, most of which fail: among accepted ones it would already know the environment.
-        expert, random = env.expert_actions(), env.random_actions(rng, admissible=False)
-        take_expert = rng.random(len(expert)) < settings.expert_rate
-        actions = [expert[i] if take_expert[i] else random[i] for i in acting]
-        responses = [_ended(response, policy, config) for response in policy.encode(actions)]
-        rewards, _, infos = episodes.step(actions)
-        for i, prompt, response, anchor, action in zip(acting, prompts, responses, anchors, actions, strict=True):
-            trajectories[i].turns.append(
-                Turn(
-                    prompt_ids=prompt,
-                    response_ids=response,
-                    behavior_logp=np.zeros(len(response), dtype=np.float32),
-                    reward=float(rewards[i]),
-                    dense_reward=float(infos[i].get("dense_reward", 0.0)),
-                    anchor=anchor,
-                    action=action,
-                    is_action_valid=infos[i]["is_action_valid"],
-                )
-            )
-            trajectories[i].won = infos[i]["won"]
-    return trajectories
-
-
-def _ended(response: np.ndarray, policy: Policy, config: Config) -> np.ndarray:
-    """A response with its end-of-sequence token, where the length limit leaves room for one."""
-    if len(response) >= config.rollout.max_response_tokens:
-        return response
-    return np.append(response, policy.eos_token_ids[0])
+    return rollout(
+        env,
+        ScriptedEngine(env, policy, config.rollout, settings.expert_rate, rng),
+        make_layout(config.env.layout, policy, env),
+        chosen,
+        seeds,
+        group_size=1,
+        history_length=config.env.history_length,
+    )

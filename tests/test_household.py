@@ -25,7 +25,9 @@ from rspo.envs.household import (
 from rspo.envs.household_world import KINDS, OBJECTS, OPENABLE_PLACES, USUAL_PLACES
 
 ALL_TASKS = HouseholdEnv().tasks("train") + HouseholdEnv().tasks("eval")
-INFO_KEYS = {"task", "anchor", "admissible_actions", "is_action_valid", "won", "task_score", "dense_reward"}
+INFO_KEYS = {
+    "task", "task_type", "anchor", "admissible_actions", "is_action_valid", "won", "task_score", "dense_reward",
+}  # fmt: skip
 # Of the held-out tasks, the vocabulary and 576 start layouts: results and checkpoints depend on them.
 SPLIT_CHECKSUM = 2704062435
 VOCABULARY_CHECKSUM = 3571583529

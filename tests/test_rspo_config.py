@@ -17,7 +17,7 @@ def test_paper_preset_has_the_papers_settings() -> None:
     assert (config.swap.buffer_tasks, config.run.steps) == (28, 150)
     assert (config.loss.clip_center, config.loss.center_cap, config.loss.clip_low) == ("shift", None, 0.2)
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.optimizer.learning_rate) == (0.01, "k3", 1e-6)
-    assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.4)
+    assert (config.rollout.temperature, config.evaluation.temperatures) == (1.0, (0.4,))
     assert (config.estimator.invalid_penalty, config.loss.dual_clip, config.loss.dual_clip_replay) == (0.1, 3.0, False)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rspo_toys import make_trajectory
 
-from rspo.config import ConfigError, EstimatorConfig, RewardConfig
-from rspo.estimators import make_estimator
-from rspo.metrics import identical_states, zero_advantage_fraction
+from rspo.batch import Batch
+from rspo.config import ConfigError, EstimatorConfig, RewardConfig, default_config
+from rspo.estimators import Estimator, make_estimator
+from rspo.metrics import identical_states, zero_advantages
 from rspo.rewards import NonFiniteError, environment_dense_reward, make_dense_reward, outcome_reward, relabel
-from rspo.trajectory import Trajectory
+from rspo.trajectory import REPLAY, Trajectory
 
 
-def advantages(trajectories: list[Trajectory], **settings: object) -> list[np.ndarray]:
-    make_estimator(EstimatorConfig(**settings))(trajectories)  # type: ignore[arg-type]
+def advantages(trajectories: list[Trajectory], name: str = "grpo", **settings: object) -> list[np.ndarray]:
+    make_estimator(name, EstimatorConfig(**settings))(trajectories)  # type: ignore[arg-type]
     return [t.advantages for t in trajectories if t.advantages is not None]
 
 
@@ -48,7 +52,7 @@ def test_groups_are_apart_and_need_not_be_sorted() -> None:
     ]
     values = [float(a[0]) for a in advantages(trajectories)]
     assert values == pytest.approx([0.0, -0.7071, 0.0, 0.7071], abs=1e-4)
-    assert zero_advantage_fraction(trajectories) == 0.5
+    assert zero_advantages(Batch.from_trajectories(trajectories)) == {"zero_advantages": 0.5}
 
 
 def test_invalid_action_penalty_stays_with_its_turn() -> None:
@@ -67,6 +71,72 @@ def test_one_invalid_row_among_successes() -> None:
     group[2].turns[4].is_action_valid = False
     assert advantages(group, invalid_penalty=0.1)[2][4] == pytest.approx(-0.1)
     assert advantages(group, invalid_penalty=0.1, rows=True)[2][4] == pytest.approx(-8.83, abs=0.01)
+
+
+def test_rloo_compares_with_the_others() -> None:
+    rewards = [10.0, 0.0, 10.0, 4.0]
+    group = [make_trajectory(0, i, reward=reward, invalid=[1] if i == 1 else []) for i, reward in enumerate(rewards)]
+    seen = advantages(group, "rloo", invalid_penalty=0.1)
+    others = [(sum(rewards) - reward) / 3 for reward in rewards]
+    assert [a[0] for a in seen] == pytest.approx(np.subtract(rewards, others).tolist(), abs=1e-5)
+    assert seen[1][1] == pytest.approx(-8.1, abs=1e-5)
+
+
+def test_gigpo_adds_the_step_level() -> None:
+    """Two trajectories of two turns that begin in the same state, and end in another one: by hand, without deviations.
+    Returns are 0.5·10 and 10 of the success, 0 of the failure."""
+    group = [make_trajectory(0, 0, reward=10.0), make_trajectory(0, 1)]
+    seen = advantages(group, "gigpo", std=False, gamma=0.5)
+    assert seen[0] == pytest.approx([5.0 + 2.5, 5.0 + 5.0])
+    assert seen[1] == pytest.approx([-5.0 - 2.5, -5.0 - 5.0])
+    alone = [
+        replace(t, turns=[replace(turn, anchor=4 * turn.anchor + f"{t.index}") for turn in t.turns]) for t in group
+    ]
+    assert advantages(alone, "gigpo", std=False)[0] == pytest.approx([5.0, 5.0]), "no state is shared"
+    similar = advantages(alone, "gigpo", std=False, gamma=0.5, similarity=0.9)
+    assert similar[0] == pytest.approx(seen[0]), "they differ in one letter of 29"
+    assert advantages(group, "gigpo", step_weight=0.0)[0] == pytest.approx([0.7071] * 2, abs=1e-4)
+    assert advantages(group, "gigpo")[0] == pytest.approx([1.4142] * 2, abs=1e-4)
+
+
+def test_gigpo_penalties_stay_with_their_turn() -> None:
+    group = [make_trajectory(0, 0, reward=10.0), make_trajectory(0, 1, invalid=[0])]
+    plain = [make_trajectory(0, 0, reward=10.0), make_trajectory(0, 1)]
+    with_penalty, without = (advantages(g, "gigpo", std=False, invalid_penalty=0.1) for g in (group, plain))
+    # Off its own episode level and step return; the step level's mean of two is lower by half of it.
+    assert with_penalty[1][0] - without[1][0] == pytest.approx(-0.1 - 0.05, abs=1e-6)
+    assert with_penalty[0][0] - without[0][0] == pytest.approx(0.05, abs=1e-6)
+    assert with_penalty[1][1] == without[1][1]
+
+
+def test_reinforce_plus_plus_normalizes_over_the_mixed_batch() -> None:
+    made = [make_trajectory(0, 0, turns=3, reward=10.0), make_trajectory(1, 0), make_trajectory(2, 0, reward=4.0)]
+    made[2].source = REPLAY
+    estimator = make_estimator("reinforce++", EstimatorConfig(gamma=0.5, invalid_penalty=0.0))
+    batch = estimator.at_update(Batch.from_trajectories(made))
+    returns = np.concatenate([np.repeat([2.5, 5.0, 10.0], [1, 2, 1]), np.zeros(3), np.repeat([2.0, 4.0], [1, 2])])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    assert batch.advantages.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+class Constant(Estimator):
+    """An estimator of a user's own."""
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            trajectory.advantages = np.full(len(trajectory), 7.0, dtype=np.float32)
+
+
+def test_estimators_of_ones_own_go_by_class_path() -> None:
+    assert advantages([make_trajectory()], f"{__name__}:Constant")[0].tolist() == [7.0, 7.0]
+    config = default_config("rspo", f"{__name__}:Constant")
+    assert config.title == "RSPO+CONSTANT"
+    with pytest.raises(ConfigError, match=r"subclass of rspo\.estimators\.Estimator, got"):
+        make_estimator("math:sqrt", EstimatorConfig())
+    with pytest.raises(ConfigError, match="no_such_module"):
+        make_estimator("no_such_module:Name", EstimatorConfig())
+    with pytest.raises(ConfigError, match=r"base must be one of 'grpo', .* or a class path .* got 'grp'"):
+        default_config("rspo", "grp")
 
 
 def test_relabelling_swaps_rewards() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rspo_toys import make_trajectory
@@ -98,6 +100,14 @@ def test_empty_and_cleared_buffers_give_nothing() -> None:
     assert buffer.sample(3) == []
 
 
-def test_advantages_are_required() -> None:
-    with pytest.raises(ValueError, match="advantages before it enters"):
-        buffer_of([make_trajectory(0, 0)])
+def test_rewards_are_required() -> None:
+    with pytest.raises(ValueError, match=r"trajectory 0 of group 0 .* needs rewards before it enters"):
+        buffer_of([replace(make_trajectory(0, 0), rewards=None)])
+
+
+def test_groups_of_different_calls_stay_apart() -> None:
+    """As when the buffer holds the trajectories of several updates, whose groups are numbered from 0 each."""
+    buffer = buffer_of([make_trajectory(0, i, reward=10.0 * i, advantage=1.0) for i in range(2)], sampling="variance")
+    buffer.add([make_trajectory(0, i, advantage=0.0, seed=1) for i in range(2)])
+    assert sorted({t.group for t in buffer.trajectories}) == [0, 1]
+    assert {t.outcome for t in buffer.sample(2)} == {0.0, 10.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,14 @@ from rspo_toys import ParityEnv, small_policy
 from tokenizers.processors import TemplateProcessing
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
+from rspo.batch import Batch
 from rspo.config import RolloutConfig
-from rspo.engines import Generation, TransformersEngine
-from rspo.envs import make_env
+from rspo.engines import Engine, Generation, TransformersEngine
+from rspo.envs import BatchedEnv, make_env
+from rspo.layouts import PerTurn
 from rspo.models import Policy, score
 from rspo.rollout import rollout
-from rspo.trajectory import Batch, Trajectory, trajectory_from_json, trajectory_to_json
+from rspo.trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 SEEDS = range(8)
 
@@ -26,10 +29,14 @@ def engine_of(policy: Policy, seed: int = 0, **settings: object) -> Transformers
     return TransformersEngine(policy, config, torch.Generator().manual_seed(seed))
 
 
+def play(env: BatchedEnv, engine: Engine, policy: Policy, *episodes: Any, **settings: Any) -> list[Trajectory]:
+    return rollout(env, engine, PerTurn(policy, env), *episodes, **settings)
+
+
 def parity_rollout(policy: Policy, **settings: object) -> list[Trajectory]:
     env = ParityEnv()
     tasks = [env.tasks()[i % 6] for i in SEEDS]
-    return rollout(env, engine_of(policy, **settings), tasks, SEEDS, group_size=2, history_length=2)
+    return play(env, engine_of(policy, **settings), policy, tasks, SEEDS, group_size=2, history_length=2)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +56,8 @@ def test_recorded_logprobs_are_those_of_the_training_forward(policy: Policy, tem
 def test_household_logprobs_agree_too(policy: Policy) -> None:
     env = make_env("household")
     engine = engine_of(policy, max_response_tokens=2)
-    batch = Batch.from_trajectories(rollout(env, engine, env.tasks()[:4], range(4), group_size=2, history_length=2))
+    trajectories = play(env, engine, policy, env.tasks()[:4], range(4), group_size=2, history_length=2)
+    batch = Batch.from_trajectories(trajectories)
     scored = score(policy, batch, 1.0, max_tokens=4096)
     torch.testing.assert_close(scored, batch.behavior_logp, atol=1e-4, rtol=0)
 
@@ -63,7 +71,7 @@ def test_left_padding_does_not_change_logprobs(policy: Policy) -> None:
         seen: list[torch.Tensor] = []
         sample = engine._sample
         engine._sample = lambda logits: (seen.append(logits), sample(logits))[1]  # type: ignore[method-assign]
-        engine.generate(prompts)
+        engine.generate(policy.encode(prompts))
         return seen[0]
 
     together, alone = next_logits([long, short]), next_logits([short])
@@ -85,21 +93,24 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
         final_logit_softcapping=2.0,
     )
     capped = Policy(Gemma2ForCausalLM(config), plain.tokenizer)
-    ids = torch.randint(3, words, (2, 5))
-    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 2])
-    with torch.no_grad():
-        torch.testing.assert_close(capped.logits(ids, rows, columns), capped.model(ids).logits[rows, columns])
-        torch.testing.assert_close(plain.logits(ids, rows, columns), plain.model(ids).logits[rows, columns])
+    batch = Batch.from_prompts([np.arange(3, 8), np.arange(5, 7)])
+    for policy in (capped, plain):
+        with torch.no_grad():
+            expected = policy.model(batch.input_ids).logits[batch.token_row, batch.token_column]
+            seen, hidden = policy.logits_and_hidden(batch, with_hidden=True)
+            torch.testing.assert_close(seen, expected)
+            assert hidden is not None
+            logits = policy.model.get_output_embeddings()(hidden)
+        torch.testing.assert_close(2 * torch.tanh(logits / 2) if policy is capped else logits, expected)
     assert (capped._head_is_plain, plain._head_is_plain) == (False, True)
 
 
 def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:
-    ids = torch.tensor([[4, 5, 6], [7, 8, 9], [4, 5, 6]])
-    rows, columns = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 2, 1, 2])
+    batch = Batch.from_prompts([np.array([4, 5, 6]), np.array([7, 8]), np.array([4, 5, 6]), np.array([4, 5, 6])])
     upstream = torch.randn(4, len(policy.tokenizer))
     weight = policy.model.get_input_embeddings().weight
-    expected = policy.model(ids).logits[rows, columns]
-    seen = policy.logits(ids, rows, columns)
+    expected = policy.model(batch.input_ids).logits[batch.token_row, batch.token_column]
+    seen, _ = policy.logits_and_hidden(batch)
     torch.testing.assert_close(seen, expected)
     (grad,) = torch.autograd.grad((seen * upstream).sum(), weight)
     (grad_expected,) = torch.autograd.grad((expected * upstream).sum(), weight)
@@ -110,7 +121,7 @@ def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) ->
 
 def test_responses_end_at_the_end_of_sequence_token(policy: Policy) -> None:
     (eos,) = policy.eos_token_ids
-    generations = engine_of(policy, max_response_tokens=40).generate(["pick apple table"] * 64)
+    generations = engine_of(policy, max_response_tokens=40).generate(policy.encode(["pick apple table"] * 64))
     lengths = [len(g.response_ids) for g in generations]
     assert min(lengths) < 40, "some response should have ended"
     for generation in generations:
@@ -132,15 +143,15 @@ class CountingEngine:
         self.word = word
         self.batches: list[int] = []
 
-    def generate(self, prompts: Sequence[str]) -> list[Generation]:
+    def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:
         self.batches.append(len(prompts))
         ids = np.array([1], dtype=np.int64)
-        return [Generation(self.word, ids, ids, np.zeros(1, dtype=np.float32)) for _ in prompts]
+        return [Generation(self.word, ids, np.zeros(1, dtype=np.float32)) for _ in prompts]
 
 
-def test_finished_episodes_leave_the_batch_and_add_no_turn() -> None:
+def test_finished_episodes_leave_the_batch_and_add_no_turn(policy: Policy) -> None:
     env, engine = ParityEnv(), CountingEngine("pick")
-    trajectories = rollout(env, engine, ["pick"] * 4, [0, 1, 2, 3], group_size=2, history_length=1)
+    trajectories = play(env, engine, policy, ["pick"] * 4, [0, 1, 2, 3], group_size=2, history_length=1)
     assert [len(t) for t in trajectories] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert engine.batches == [8, 6, 4, 2]
     assert all(t.won and not t.truncated and t.outcome == 10 for t in trajectories)
@@ -148,26 +159,33 @@ def test_finished_episodes_leave_the_batch_and_add_no_turn() -> None:
     assert [turn.anchor for turn in trajectories[-1].turns] == ["turn 0", "turn 1", "turn 2", "turn 3"]
 
 
-def test_turn_limit_is_truncation() -> None:
-    trajectories = rollout(ParityEnv(), CountingEngine("put"), ["pick"], [0], group_size=2, history_length=1)
-    assert all(t.truncated and not t.won for t in trajectories)
+def test_turn_limit_is_truncation_and_keeps_what_would_have_been_read_next(policy: Policy) -> None:
+    trajectories = play(ParityEnv(), CountingEngine("put"), policy, ["pick"], [0], group_size=2, history_length=1)
+    for trajectory in trajectories:
+        assert trajectory.truncated
+        assert not trajectory.won
+        assert trajectory.final_prompt_ids is not None
+        # Task, the first observation, and the one that came with the end.
+        assert policy.decode([trajectory.final_prompt_ids]) == ["pick ok ok failed"]
+    (won,) = play(ParityEnv(), CountingEngine("pick"), policy, ["pick"], [0], group_size=1, history_length=1)
+    assert won.final_prompt_ids is None
 
 
-def test_history_keeps_the_last_pairs() -> None:
-    prompts: list[str] = []
+def test_history_keeps_the_last_pairs(policy: Policy) -> None:
+    prompts: list[np.ndarray] = []
 
     class Recorder(CountingEngine):
-        def generate(self, batch: Sequence[str]) -> list[Generation]:
+        def generate(self, batch: Sequence[np.ndarray]) -> list[Generation]:
             prompts.extend(batch)
             return super().generate(batch)
 
-    rollout(ParityEnv(), Recorder("go"), ["pick"], [3], group_size=1, history_length=2)
-    assert [len(prompt.split()) for prompt in prompts] == [2, 4, 5, 6]
+    play(ParityEnv(), Recorder("go"), policy, ["pick"], [3], group_size=1, history_length=2)
+    assert [len(prompt) for prompt in prompts] == [2, 4, 5, 6]
 
 
 def test_too_long_prompts_are_an_error(policy: Policy) -> None:
     with pytest.raises(ValueError, match=r"3 tokens, rollout\.max_prompt_tokens=2"):
-        engine_of(policy, max_prompt_tokens=2).generate(["pick apple table"])
+        engine_of(policy, max_prompt_tokens=2).generate(policy.encode(["pick apple table"]))
 
 
 def test_trajectories_survive_json_exactly(policy: Policy) -> None:
@@ -196,7 +214,7 @@ def test_batch_rows_and_selection() -> None:
     for token in range(part.num_tokens):
         row, column = int(part.token_row[token]), int(part.token_column[token])
         assert part.input_ids[row, column + 1] == part.targets[token]
-    assert part.row_turn.tolist() == [1, 2, 3]
+    assert part.turn_index.tolist() == [1, 2, 3]
     pieces = batch.micro_batches(max_tokens=12)
     assert sorted(torch.cat(pieces).tolist()) == list(range(9))
     assert all(len(p) == 1 or len(p) * int(batch.row_lengths[p].max()) <= 12 for p in pieces)

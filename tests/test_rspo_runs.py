@@ -23,7 +23,7 @@ from rspo.models import Policy
 from rspo.plotting import plot_runs
 from rspo.rewards import NonFiniteError
 from rspo.runs import open_run
-from rspo.tracking import Tracker, read_metrics
+from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
 from rspo.warmup import INSIDE, demonstrations, measure, warm_up
@@ -38,7 +38,6 @@ SMALL = [
     "evaluation.episodes=8",
     "env.options={max_turns: 3}",
 ]
-TIMES = ("seconds", "seconds/")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +66,7 @@ def run(config: Config, folder: Path, resume: bool = False) -> Trainer:
 
 
 def timeless(folder: Path) -> list[dict[str, object]]:
-    return [{k: v for k, v in record.items() if not k.startswith(TIMES)} for record in read_metrics(folder)]
+    return without_timings(read_metrics(folder))
 
 
 def flags_for(start: Path, *flags: str) -> list[str]:
@@ -317,7 +316,7 @@ def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) ->
 def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(start: Path, tmp_path: Path) -> None:
     config = small_config(*flags_for(start), method="grpo")
     env = ParityEnv(reward=float("nan"))
-    agent = Agent(Policy.load(start, config.policy), config.optimizer)
+    agent = Agent(Policy.load(start, config.policy), config)
     trainer = Trainer(config, tmp_path, env, agent, None, Tracker(tmp_path, 2, progress=False))
     with pytest.raises(NonFiniteError, match=r"reward nan at turn \d of trajectory \d of group \d"):
         trainer.train()

@@ -10,11 +10,12 @@ import torch
 from rspo_toys import make_trajectory, small_config, small_policy
 
 from rspo.agent import Agent
+from rspo.batch import Batch
 from rspo.config import Config
 from rspo.config_io import apply_flags
 from rspo.rewards import NonFiniteError
 from rspo.timing import PhaseTimer
-from rspo.trajectory import REPLAY, Batch, Trajectory
+from rspo.trajectory import REPLAY, Trajectory
 from rspo.update import Mixture, deal, prepare, update
 
 ALPHA = 0.25
@@ -32,7 +33,7 @@ def scored_batch(agent: Agent, config: Config, trajectories: list[Trajectory]) -
     with torch.no_grad():
         logp, _ = agent.policy.logprobs(batch, config.rollout.temperature)
     written = torch.where(batch.is_replay, batch.behavior_logp, logp)
-    return prepare(agent.policy, replace(batch, behavior_logp=written, old_logp=written), config, None)
+    return prepare(agent, replace(batch, behavior_logp=written, old_logp=written), trajectories, config, None)
 
 
 def run_update(
@@ -48,7 +49,7 @@ def gradients(agent: Agent) -> list[torch.Tensor]:
 
 def test_at_learning_rate_zero_ratios_are_one_and_nothing_clips() -> None:
     config = apply_flags(small_config(), ["optimizer.learning_rate=0", "loss.center_cap=null"])
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     trajectories = mixed_trajectories()
     batch = scored_batch(agent, config, trajectories)
     stats = run_update(agent, config, trajectories, batch)
@@ -67,7 +68,7 @@ def test_at_learning_rate_zero_ratios_are_one_and_nothing_clips() -> None:
 
 def test_old_logprobs_of_replay_are_taken_from_the_policy_as_it_is() -> None:
     config = small_config()
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     batch = scored_batch(agent, config, mixed_trajectories())
     with torch.no_grad():
         logp, _ = agent.policy.logprobs(batch, 1.0)
@@ -76,10 +77,21 @@ def test_old_logprobs_of_replay_are_taken_from_the_policy_as_it_is() -> None:
     assert torch.equal(batch.old_logp[~batch.is_replay], batch.behavior_logp[~batch.is_replay])
 
 
+def test_behavior_can_be_ignored() -> None:
+    """Then replayed tokens have ratio and centre 1 before the first step."""
+    config = apply_flags(small_config(), ["swap.ignore_behavior=true", "optimizer.learning_rate=0"])
+    agent = Agent(small_policy(), config)
+    batch = scored_batch(agent, config, mixed_trajectories())
+    assert torch.equal(batch.behavior_logp, batch.old_logp)
+    stats = run_update(agent, config, mixed_trajectories(), batch)
+    assert stats["replay/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert stats["replay/center_mean"] == 1
+
+
 def test_equation_one_weights_two_means() -> None:
     """The gradient of (1 - α)·mean_on + α·mean_off, taken term by term with autograd."""
     config = apply_flags(small_config(), ["optimizer.minibatches=1", "optimizer.grad_clip=1e9", "loss.center_cap=null"])
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     trajectories = mixed_trajectories()
     batch = scored_batch(agent, config, trajectories)
 
@@ -97,7 +109,7 @@ def test_equation_one_weights_two_means() -> None:
 def test_minibatches_keep_the_weights_of_equation_one() -> None:
     """Two mini-batches: each takes its terms with the divisors of the whole update, times two; plain SGD by hand."""
     config = apply_flags(small_config(), ["optimizer.minibatches=2", "optimizer.grad_clip=1e9", "loss.center_cap=null"])
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     trajectories = mixed_trajectories()
     batch = scored_batch(agent, config, trajectories)
     taken: list[list[torch.Tensor]] = []
@@ -114,7 +126,7 @@ def test_minibatches_keep_the_weights_of_equation_one() -> None:
 
 def test_the_gradient_is_clipped_to_its_norm() -> None:
     config = apply_flags(small_config(), ["optimizer.minibatches=1", "optimizer.grad_clip=1e-3"])
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     agent.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
     stats = run_update(agent, config, mixed_trajectories())
     norm = torch.stack([g.norm() for g in gradients(agent)]).norm()
@@ -147,7 +159,7 @@ def test_gradient_does_not_depend_on_micro_batches(aggregation: str) -> None:
             "loss.entropy_coef=0.01",
         ]
         config = apply_flags(small_config(), flags)
-        agent = Agent(small_policy(), config.optimizer)
+        agent = Agent(small_policy(), config)
         agent.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
         stats = run_update(agent, config, mixed_trajectories())
         results.append((gradients(agent), stats["loss"]))
@@ -167,12 +179,12 @@ def test_minibatches_deal_every_row_once() -> None:
 
 def test_kl_term_pulls_towards_the_reference() -> None:
     config = apply_flags(small_config(), ["loss.kl_coef=0.1"])
-    agent, reference = Agent(small_policy(0), config.optimizer), small_policy(1)
+    agent, reference = Agent(small_policy(0), config), small_policy(1)
     trajectories = [replace(t, advantages=np.zeros(len(t), dtype=np.float32)) for t in mixed_trajectories()]
     batch = scored_batch(agent, small_config(), trajectories)
     with pytest.raises(ValueError, match="needs a reference"):
-        prepare(agent.policy, batch, config, None)
-    batch = prepare(agent.policy, batch, config, reference)
+        prepare(agent, batch, trajectories, config, None)
+    batch = prepare(agent, batch, trajectories, config, reference)
     first = run_update(agent, config, trajectories, batch)["kl_ref"]
     for _ in range(5):
         last = run_update(agent, config, trajectories, batch)["kl_ref"]
@@ -181,12 +193,12 @@ def test_kl_term_pulls_towards_the_reference() -> None:
 
 def test_non_finite_values_name_their_place_and_leave_the_weights() -> None:
     config = apply_flags(small_config(), ["optimizer.minibatches=1"])
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     trajectories = mixed_trajectories()
     batch = scored_batch(agent, config, trajectories)
     before = [p.clone() for p in agent.policy.model.parameters()]
     advantages = batch.advantages.clone()
-    advantages[batch.row_trajectory[batch.token_row] == 4] = float("nan")
+    advantages[batch.turn_trajectory[batch.token_turn] == 4] = float("nan")
     with pytest.raises(NonFiniteError, match=r"trajectory 4 of group 0 .*advantage nan"):
         run_update(agent, config, trajectories, replace(batch, advantages=advantages))
     assert all(torch.equal(a, b) for a, b in zip(before, agent.policy.model.parameters(), strict=True))
@@ -199,7 +211,7 @@ def test_non_finite_values_name_their_place_and_leave_the_weights() -> None:
 
 def test_branching_copies_weights_and_optimizer_state() -> None:
     config = small_config()
-    agent = Agent(small_policy(), config.optimizer)
+    agent = Agent(small_policy(), config)
     trajectories = mixed_trajectories()
     run_update(agent, config, trajectories)
     twin = agent.branch()

@@ -1,6 +1,7 @@
 """Who generates: engines behind one interface."""
 
 from .base import Engine, Generation
+from .scripted_engine import Scripted, ScriptedEngine
 from .transformers_engine import TransformersEngine
 
-__all__ = ["Engine", "Generation", "TransformersEngine"]
+__all__ = ["Engine", "Generation", "Scripted", "ScriptedEngine", "TransformersEngine"]

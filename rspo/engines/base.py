@@ -13,12 +13,11 @@ import numpy as np
 class Generation:
     """A response: its text, and the tokens that training needs.
 
-    prompt_ids int64 [P]; response_ids int64 [T]; logp float32 [T], log-probs of the response at the engine's
-    temperature over the whole vocabulary.
+    response_ids int64 [T]; logp float32 [T], log-probs of the response at the engine's temperature over the whole
+    vocabulary.
     """
 
     text: str
-    prompt_ids: np.ndarray
     response_ids: np.ndarray
     logp: np.ndarray
 
@@ -26,6 +25,6 @@ class Generation:
 class Engine(Protocol):
     """Anything that answers prompts."""
 
-    def generate(self, prompts: Sequence[str]) -> list[Generation]:
-        """One response for each prompt, in order."""
+    def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:
+        """One response for each prompt, int64 [P] token ids, in order."""
         ...

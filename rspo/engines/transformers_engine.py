@@ -41,18 +41,17 @@ class TransformersEngine:
         self.temperature = config.temperature if temperature is None else temperature
         self._eos = torch.tensor(policy.eos_token_ids, dtype=torch.int64, device=policy.device)
 
-    def generate(self, prompts: Sequence[str]) -> list[Generation]:
+    def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:
         """One response for each prompt. Raises ConfigError for a prompt that is empty or too long."""
-        encoded = self.policy.encode(prompts)
-        for prompt, ids in zip(prompts, encoded, strict=True):
+        for ids in prompts:
             if not 0 < len(ids) <= self.config.max_prompt_tokens:
                 raise ConfigError(
                     f"a prompt has {len(ids)} tokens, rollout.max_prompt_tokens={self.config.max_prompt_tokens} allows"
-                    f" 1 to that many: {prompt[:80]!r}"
+                    f" 1 to that many: {self.policy.decode([ids])[0][:80]!r}"
                 )
         generations: list[Generation] = []
-        for start in range(0, len(encoded), self.config.max_batch):
-            generations += self._generate_batch(encoded[start : start + self.config.max_batch])
+        for start in range(0, len(prompts), self.config.max_batch):
+            generations += self._generate_batch(list(prompts[start : start + self.config.max_batch]))
         texts = self.policy.decode([generation.response_ids for generation in generations])
         for generation, text in zip(generations, texts, strict=True):
             generation.text = text
@@ -92,9 +91,7 @@ class TransformersEngine:
             logits = self._forward(chosen.unsqueeze(-1), mask, cache)
 
         all_tokens, all_logp, all_lengths = tokens.cpu().numpy(), logp.cpu().numpy(), lengths.tolist()
-        return [
-            Generation("", prompts[i], all_tokens[i, : all_lengths[i]], all_logp[i, : all_lengths[i]]) for i in range(n)
-        ]
+        return [Generation("", all_tokens[i, : all_lengths[i]], all_logp[i, : all_lengths[i]]) for i in range(n)]
 
     def _pad_left(self, prompts: list[np.ndarray]) -> tuple[Tensor, Tensor | None]:
         """input_ids int64 [n, P] and mask int64 [n, P], the latter None where nothing is padded."""

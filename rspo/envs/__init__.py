@@ -40,14 +40,11 @@ def register_env(name: str, factory: EnvFactory | str, *, overwrite: bool = Fals
     _REGISTRY[name] = factory
 
 
-def make_env(name: str, **kwargs: Any) -> BatchedEnv:
-    """Build an environment.
-
-    name: a registered name, or a class path "package.module:Class" of one's own.
-    kwargs: go to the environment's constructor.
+def find_factory(name: str) -> EnvFactory:
+    """What builds the environment of a registered name or class path "package.module:Class".
 
     Raises ValueError when the name is neither, or the module has no such class; ImportError when the module cannot be
-    imported; TypeError when what was built is not a BatchedEnv.
+    imported.
     """
     if name not in _REGISTRY and ":" not in name:
         raise ValueError(
@@ -55,7 +52,18 @@ def make_env(name: str, **kwargs: Any) -> BatchedEnv:
             'or a class path "package.module:Class"'
         )
     factory = _REGISTRY.get(name, name)
-    env = (_load(factory) if isinstance(factory, str) else factory)(**kwargs)
+    return _load(factory) if isinstance(factory, str) else factory
+
+
+def make_env(name: str, **kwargs: Any) -> BatchedEnv:
+    """Build an environment.
+
+    name: a registered name, or a class path "package.module:Class" of one's own.
+    kwargs: go to the environment's constructor.
+
+    Raises ValueError and ImportError as `find_factory`, and TypeError when what was built is not a BatchedEnv.
+    """
+    env = find_factory(name)(**kwargs)
     if not isinstance(env, BatchedEnv):
         raise TypeError(f"environment {name!r} must be a BatchedEnv; got {type(env).__name__}")
     return env
@@ -84,6 +92,7 @@ __all__ = [
     "PromptContext",
     "StepResult",
     "available_envs",
+    "find_factory",
     "make_env",
     "register_env",
 ]

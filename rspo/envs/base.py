@@ -21,6 +21,10 @@ Info = dict[str, Any]
 StepResult = tuple[list[str], np.ndarray, np.ndarray, np.ndarray, list[Info]]
 
 
+class WorkerError(RuntimeError):
+    """Environments cannot go on in worker processes; the message holds a worker's traceback where there is one."""
+
+
 @dataclass(frozen=True)
 class PromptContext:
     """What one agent may see at one turn.
@@ -50,6 +54,8 @@ class BatchedEnv(ABC):
         won: bool.
         task_score: float, the environment's own score of the episode so far.
         dense_reward: float, a step-level process reward, where `has_dense_reward`.
+        lost_worker: bool, True from when the worker process of an unfinished episode was lost (`rspo.envs.workers`).
+        task_type: str, the kind of task, where the environment has kinds (success is then also reported by kind).
 
     The outcome reward of `step` is 0 until the last turn. `terminated` is the environment's own
     end, `truncated` the turn limit (or a lost worker); a truncated state is not terminal.
@@ -75,6 +81,14 @@ class BatchedEnv(ABC):
     @abstractmethod
     def render_prompt(self, context: PromptContext) -> str:
         """The text that the model reads at one turn."""
+
+    def render_opening(self, context: PromptContext) -> str:
+        """The text that opens a conversation; by default the first turn's prompt."""
+        return self.render_prompt(context)
+
+    def render_reply(self, context: PromptContext) -> str:
+        """The text that answers an action in a conversation; by default the observation."""
+        return context.observation
 
     @abstractmethod
     def project(self, response: str) -> tuple[str, bool]:

@@ -154,6 +154,14 @@ class HouseholdEnv(BatchedEnv):
     def render_prompt(self, context: PromptContext) -> str:
         return _compact_prompt(context) if self.prompt_style == "compact" else _chat_prompt(context)
 
+    def render_reply(self, context: PromptContext) -> str:
+        if self.prompt_style == "compact":
+            return context.observation
+        return (
+            f"Observation: {context.observation}\n"
+            f"Actions you can choose from: {', '.join(context.admissible_actions)}.\n{_HOW_TO_ANSWER}"
+        )
+
     def project(self, response: str) -> tuple[str, bool]:
         """The action in a response and whether it was well formed.
 
@@ -170,6 +178,10 @@ class HouseholdEnv(BatchedEnv):
             return text[-TAIL_CHARACTERS:], False
         action = " ".join(tag.group(1).split())
         return action, bool(action) and _THINK_TAG.search(text) is not None
+
+    def render_action(self, action: str) -> str:
+        """A response that `project` turns into the given action."""
+        return action if self.prompt_style == "compact" else f"<think></think><action>{action}</action>"
 
     def snapshot(self) -> HouseholdState:
         """A copy of the state of all episodes. Raises RuntimeError before the first reset."""
@@ -272,6 +284,7 @@ class HouseholdEnv(BatchedEnv):
             infos.append(
                 {
                     "task": task.words if compact else task.sentence,
+                    "task_type": task.kind,
                     "anchor": anchor,
                     "admissible_actions": admissible,
                     "is_action_valid": valid,
@@ -283,6 +296,10 @@ class HouseholdEnv(BatchedEnv):
         return observations, infos
 
 
+_HOW_TO_ANSWER = (
+    "First reason step by step about what to do next, inside <think> </think>. "
+    "Then give exactly one of the actions above, inside <action> </action>."
+)
 _NO_TURN = " ".join(["none"] * (2 + COMPACT_OBSERVATION_WORDS))
 _WORDS = frozenset(VOCABULARY)
 
@@ -326,8 +343,7 @@ def _chat_prompt(context: PromptContext) -> str:
         f"Turn {context.turn + 1}, now. Observation: {context.observation}",
         f"Actions you can choose from: {', '.join(context.admissible_actions)}.",
         "",
-        "First reason step by step about what to do next, inside <think> </think>. "
-        "Then give exactly one of the actions above, inside <action> </action>.",
+        _HOW_TO_ANSWER,
     ]
     return "\n".join(lines)
 

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ..batch import Batch
+from ..config import EstimatorConfig
 from ..trajectory import Trajectory
 
 
-class Estimator(ABC):
-    """Turns labelled trajectories into advantages.
+class Estimator:
+    """Turns labelled trajectories into advantages, at either of two moments; a subclass takes the one that suits it.
 
-    An estimator reads `trajectory.rewards` and writes `trajectory.advantages`, float32 [turns]. It must be given all
-    members of a group together: replayed trajectories keep the advantages of the group they were collected in.
+    `__call__`, when trajectories have been sampled and labelled: for advantages against a group. All members of a
+    group are there; replayed trajectories keep the advantages of the group they were collected in.
+    `at_update`, when a batch is about to be trained on: for advantages that need a critic, or statistics of the whole
+    mixed batch.
+
+    Args:
+        config: the estimator's settings.
     """
 
-    @abstractmethod
+    needs_critic = False
+    """Whether agents need a critic; batches then come to `at_update` with values and bootstrap."""
+
+    def __init__(self, config: EstimatorConfig) -> None:
+        self.config = config
+
     def __call__(self, trajectories: Sequence[Trajectory]) -> None:
-        """Set the advantages of complete groups."""
+        """Set `advantages`, float32 [turns], of complete groups from their `rewards`."""
+
+    def at_update(self, batch: Batch) -> Batch:
+        """The batch with its final advantages (and, with a critic, returns)."""
+        return batch
+
+    def penalties(self, trajectory: Trajectory) -> np.ndarray:
+        """What turns pay for invalid actions, float32 [turns]."""
+        invalid = np.array([not turn.is_action_valid for turn in trajectory.turns], dtype=np.float32)
+        return invalid * np.float32(self.config.invalid_penalty)
+
+    def turn_rewards(self, batch: Batch) -> Tensor:
+        """Rewards of a batch's turns less what they pay for invalid actions, float32 [turns]."""
+        last = torch.cumsum(batch.turn_lengths, 0) - 1
+        return batch.rewards[last] - self.config.invalid_penalty * (~batch.turn_valid).to(batch.rewards.dtype)
 
 
 def labels(trajectory: Trajectory) -> np.ndarray:

@@ -9,7 +9,6 @@ import torch
 
 from rspo_kernels import group_advantages
 
-from ..config import EstimatorConfig
 from ..trajectory import Trajectory
 from .base import Estimator, labels
 
@@ -23,28 +22,22 @@ class GRPO(Estimator):
     dividing it by the deviation would make it arbitrarily large (verl-agent's rows: -8.8 for one invalid row of 80).
     """
 
-    def __init__(self, config: EstimatorConfig) -> None:
-        self.config = config
-
     def __call__(self, trajectories: Sequence[Trajectory]) -> None:
         """Set the advantages of complete groups."""
         lengths = np.array([len(trajectory) for trajectory in trajectories])
         returns = np.array([labels(trajectory).sum() for trajectory in trajectories], dtype=np.float32)
         groups = np.array([trajectory.group for trajectory in trajectories])
-        penalty = np.concatenate([self._penalty(trajectory) for trajectory in trajectories])
+        penalty = np.concatenate([self.penalties(trajectory) for trajectory in trajectories])
 
         if self.config.rows:
-            rows = self._normalize(np.repeat(returns, lengths) - penalty, np.repeat(groups, lengths))
+            rows = self.normalize(np.repeat(returns, lengths) - penalty, np.repeat(groups, lengths))
         else:
-            rows = np.repeat(self._normalize(returns, groups), lengths) - penalty
+            rows = np.repeat(self.normalize(returns, groups), lengths) - penalty
         for trajectory, advantages in zip(trajectories, np.split(rows, np.cumsum(lengths)[:-1]), strict=True):
             trajectory.advantages = advantages
 
-    def _penalty(self, trajectory: Trajectory) -> np.ndarray:
-        invalid = np.array([not turn.is_action_valid for turn in trajectory.turns], dtype=np.float32)
-        return invalid * np.float32(self.config.invalid_penalty)
-
-    def _normalize(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    def normalize(self, scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+        """Scores float32 [n] against those of their group."""
         return group_advantages(
             torch.from_numpy(scores),
             torch.from_numpy(groups),

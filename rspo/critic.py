@@ -1,0 +1,59 @@
+"""The critic of PPO: one number for each state that a response token is chosen in."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from .batch import Batch
+from .config import CriticConfig
+from .models import Policy, run_body
+
+
+class Critic(nn.Module):
+    """A linear head, which starts at 0, on the hidden states of a body of its own or of the policy's.
+
+    Args:
+        policy: the policy whose states are valued; a body of its own starts as a copy of this one's.
+        config: `backbone` says which.
+    """
+
+    def __init__(self, policy: Policy, config: CriticConfig) -> None:
+        super().__init__()
+        self.body = copy.deepcopy(policy.model.base_model) if config.backbone == "own" else None
+        self.head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1, device=policy.device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def of_hidden(self, hidden: Tensor) -> Tensor:
+        """Values float32 [N] of hidden states [N, H]."""
+        return self.head(hidden.float()).squeeze(-1)
+
+    def values(self, policy: Policy, batch: Batch) -> Tensor:
+        """Values float32 [N] of the states in which a batch's response tokens were chosen, with a graph where grad is
+        enabled."""
+        body = policy.model.base_model if self.body is None else self.body
+        return self.of_hidden(run_body(body, batch, policy.packs))
+
+
+@torch.no_grad()
+def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int) -> Tensor:
+    """Values without a graph, float32 [N], in micro-batches of `max_tokens`."""
+    result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
+    for rows in batch.micro_batches(max_tokens, policy.packs):
+        result[torch.isin(batch.token_row, rows)] = critic.values(policy, batch.select(rows))
+    return result
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """½·max((v - R)², (clip(v, v_old ± clip) - R)²) of each token, float32 [N].
+
+    A value that has moved further than `clip` since before the update is pulled on only where that raises the loss.
+    """
+    loss = (values - returns).square()
+    if clip is not None:
+        clipped = torch.clamp(values, old_values - clip, old_values + clip)
+        loss = torch.maximum(loss, (clipped - returns).square())
+    return 0.5 * loss

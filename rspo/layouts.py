@@ -1,0 +1,80 @@
+"""How an episode becomes token ids to read: a prompt made anew each turn, or one growing conversation.
+
+Both give the engine the very ids that training will see. A conversation is therefore continued from the ids that were
+sampled, never from their text, which a tokenizer might cut differently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from .envs.base import BatchedEnv, PromptContext
+from .models import Policy
+
+
+class Layout(ABC):
+    """Makes prompts for a batch of episodes.
+
+    Args:
+        policy: its tokenizer and chat template are used.
+        env: writes the texts.
+    """
+
+    def __init__(self, policy: Policy, env: BatchedEnv) -> None:
+        self.policy = policy
+        self.env = env
+
+    @abstractmethod
+    def prompts(
+        self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
+    ) -> list[np.ndarray]:
+        """Prompt ids int64 [P] of episodes.
+
+        contexts: what each agent may see now.
+        before: (prompt ids, response ids) of each episode's previous turn; None at its first.
+        """
+
+
+class PerTurn(Layout):
+    """Each turn a prompt of its own: task, the last turns, the current observation."""
+
+    def prompts(
+        self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
+    ) -> list[np.ndarray]:
+        return self.policy.encode([self.env.render_prompt(context) for context in contexts])
+
+
+class Conversation(Layout):
+    """The first prompt, then in turn the responses and the observations that followed."""
+
+    def prompts(
+        self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
+    ) -> list[np.ndarray]:
+        opening = [context for context, turn in zip(contexts, before, strict=True) if turn is None]
+        following = [context for context, turn in zip(contexts, before, strict=True) if turn is not None]
+        openings = iter(self.policy.encode([self.env.render_opening(context) for context in opening]))
+        replies = iter(self.policy.encode_replies([self.env.render_reply(context) for context in following]))
+        prompts = []
+        for turn in before:
+            if turn is None:
+                prompts.append(next(openings))
+            else:
+                prompt, response = turn
+                prompts.append(np.concatenate([prompt, response, self._joined(response, next(replies))]))
+        return prompts
+
+    def _joined(self, response: np.ndarray, reply: np.ndarray) -> np.ndarray:
+        """A reply begins with the end of the response before it, which the model may have written already."""
+        written = len(response) and len(reply) and response[-1] == reply[0]
+        return reply[1:] if written and int(reply[0]) in self.policy.eos_token_ids else reply
+
+
+LAYOUTS = {"per_turn": PerTurn, "conversation": Conversation}
+
+
+def make_layout(name: str, policy: Policy, env: BatchedEnv) -> Layout:
+    """The configured layout."""
+    return LAYOUTS[name](policy, env)
