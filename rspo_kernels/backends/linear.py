@@ -16,6 +16,7 @@ the dtype of hidden, as the model's own head makes them. grad_weight accumulates
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,16 +30,22 @@ from .common import LogitsTransform, RatioSegments, compute_dtype
 CPU_CHUNK_ROWS = 256
 GPU_CHUNK_ROWS = 2048
 """Fewer rows and the fp32 grad_weight's read and write would outweigh its matmul (they balance at about 1,200)."""
+SLACK = 0.25
+"""How much larger than these a chunk may be, so that a few rows too many do not cost a pass over the weight."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """hidden [N, H], weight [V, H], bias [V] or None, in the dtype of the matmuls; only valid_vocab rows of V count."""
+    """hidden [N, H], weight [V, H], bias [V] or None, in the dtype of the matmuls; only valid_vocab rows of V count.
+
+    chunk_rows: rows whose logits may exist at once; with `slack`, about so many.
+    """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
     chunk_rows: int
+    slack: float = 0.0
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, valid: int, chunk_rows: int | None) -> Head:
@@ -48,11 +55,13 @@ class Head:
         if on_cpu:
             dtype = compute_dtype(hidden.dtype)
             hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return cls(hidden, weight, bias, chunk_rows or (CPU_CHUNK_ROWS if on_cpu else GPU_CHUNK_ROWS))
+        if chunk_rows is not None:
+            return cls(hidden, weight, bias, chunk_rows, 0.0)
+        return cls(hidden, weight, bias, CPU_CHUNK_ROWS if on_cpu else GPU_CHUNK_ROWS, SLACK)
 
     def buffer(self, rows: int) -> Tensor:
         """Room for a chunk's logits."""
-        return self.hidden.new_empty(min(rows, self.chunk_rows), self.weight.shape[0])
+        return self.hidden.new_empty(min(rows, int(self.chunk_rows * (1 + self.slack))), self.weight.shape[0])
 
     def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
         """hidden·weightᵀ + bias in the buffer, [1, rows, V] as the row functions take them."""
@@ -62,11 +71,13 @@ class Head:
         return out.unsqueeze(0)
 
     def chunks(self, rows: Tensor) -> Iterator[tuple[slice, Tensor | slice]]:
-        """Chunks of `rows` (bool [N]): positions among the chosen ones, and which rows they are."""
+        """Chunks of `rows` (bool [N]), of equal size as far as it goes: positions among the chosen ones, and which rows
+        they are."""
         chosen = rows.nonzero().squeeze(-1)
-        dense = chosen.numel() == rows.numel()
-        for start in range(0, chosen.numel(), self.chunk_rows):
-            part = slice(start, min(start + self.chunk_rows, chosen.numel()))
+        total, dense = chosen.numel(), chosen.numel() == rows.numel()
+        pieces = max(1, math.ceil(total / self.chunk_rows - self.slack))
+        for piece in range(pieces if total else 0):
+            part = slice(total * piece // pieces, total * (piece + 1) // pieces)
             yield part, part if dense else chosen[part]
 
 
