@@ -8,7 +8,7 @@ PEERS := .venv/.peers
 # A Python that is named is used as it is, with whatever torch it has.
 GIVEN := $(filter-out file default undefined,$(firstword $(origin PYTHON)))
 
-.PHONY: help demo test check bench bench-all bench-report gpu-check clean
+.PHONY: help demo test check bench bench-all bench-report paper gpu-check clean
 
 help:
 	@echo "make demo    train a small agent with RSPO on the household environment and show what it learned (SEED=0)"
@@ -17,6 +17,7 @@ help:
 	@echo "make bench   the kernels beside other libraries, where a training step's time goes, memory traffic (10 minutes)"
 	@echo "make bench-all     the same and what the compiler makes of the kernels"
 	@echo "make bench-report  the README's figures from the result files"
+	@echo "make paper   the paper's experiments on household, about 3 hours on 2 cores, may be stopped and started again"
 	@echo "make gpu-check     on a CUDA machine: tests, kernels, trainer; PYTHON=python3 takes that Python as it is"
 
 $(READY): setup.py requirements/dev.txt
@@ -55,6 +56,10 @@ bench-all: bench
 
 bench-report: $(READY)
 	$(BIN)/python -m bench.readme
+
+# QUICK=1: 9 updates of everything, to see that it runs.
+paper: $(READY)
+	$(BIN)/python -m bench paper $(if $(QUICK),--quick)
 
 gpu-check: $(if $(GIVEN),,$(PEERS))
 	PYTHONPATH=. $(if $(GIVEN),$(PYTHON),$(BIN)/python) -m bench.gpu_check
