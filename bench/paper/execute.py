@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -15,6 +16,8 @@ from .plan import STARTS, Spec
 
 COLUMNS = ("step", "success", "dense_return", "turns", "identical_states_per_turn", "trajectories", "tokens")
 """What is kept of each evaluation."""
+ROW_FILE = "row.json"
+"""In a run's folder once it has finished."""
 
 Row = dict[str, Any]
 
@@ -29,18 +32,24 @@ def execute(
         folder: run folders, and start policies in `starts`.
         jobs: processes at once, one thread each.
         save: called with all rows so far whenever a run has finished.
+
+    After an error or Ctrl-C the runs that wait are given up, but for one or two that a process has taken already.
     """
     rows = {row["key"]: row for row in done}
     open_specs = [spec for spec in specs if spec.key not in rows]
     starts = dict.fromkeys((spec.start, spec.seed) for spec in open_specs)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet) as pool:
-        warmups = [pool.submit(make_start, start, seed, folder) for start, seed in starts]
-        for warmup in tqdm(as_completed(warmups), total=len(warmups), desc="start policies"):
-            warmup.result()
-        running: dict[Future[Row], Spec] = {pool.submit(run, spec, folder): spec for spec in open_specs}
-        for future in tqdm(as_completed(running), total=len(running), desc="runs"):
-            rows[running[future].key] = future.result()
-            save([rows[spec.key] for spec in specs if spec.key in rows])
+        try:
+            warmups = [pool.submit(make_start, start, seed, folder) for start, seed in starts]
+            for warmup in tqdm(as_completed(warmups), total=len(warmups), desc="start policies"):
+                warmup.result()
+            running: dict[Future[Row], Spec] = {pool.submit(run, spec, folder): spec for spec in open_specs}
+            for future in tqdm(as_completed(running), total=len(running), desc="runs"):
+                rows[running[future].key] = future.result()
+                save([rows[spec.key] for spec in specs if spec.key in rows])
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return [rows[spec.key] for spec in specs]
 
 
@@ -72,8 +81,11 @@ def run(spec: Spec, folder: Path) -> Row:
     from rspo.config import default_config
     from rspo.config_io import apply_flags
     from rspo.runs import CONFIG_FILE, open_run
+    from rspo.storage import write_text
 
     out = folder / spec.key
+    if (out / ROW_FILE).is_file():  # finished when the suite was being stopped
+        return dict(json.loads((out / ROW_FILE).read_text(encoding="utf-8")))
     path = start_folder(spec.start, spec.seed, folder) / "start"
     config = apply_flags(default_config(spec.method, spec.base), [*spec.settings, f"policy.path={path}"])
     trainer = open_run(config, out, resume=(out / CONFIG_FILE).is_file(), progress=False)
@@ -81,8 +93,10 @@ def run(spec: Spec, folder: Path) -> Row:
         trainer.train()
     finally:
         trainer.close()
+    row = summary(spec, out)
+    write_text(out / ROW_FILE, json.dumps(row))
     shutil.rmtree(out / "checkpoints")
-    return summary(spec, out)
+    return row
 
 
 def summary(spec: Spec, out: Path) -> Row:

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from .plan import CENTERS, DENSE_ONLY, MAIN, STARTS
-from .tables import Row, mean_success, select
+from .tables import Row, mean_success, of_main, select
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -22,7 +22,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure, axes = plt.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     start = next(iter(STARTS))
     for i, (name, (method, base)) in enumerate(MAIN.items()):
-        runs = select(rows, start, method, base)
+        runs = select(of_main(rows, start), start, method, base)
         if runs:
             style: dict[str, Any] = {"color": f"C{i // 2}", "linestyle": "-" if method == "rspo" else "--"}
             _curve(axes[0, 0], runs, "step", "success", style, name, scale=100)

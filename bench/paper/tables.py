@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..report import markdown
-from .plan import ABLATIONS, CENTERS, DENSE_ONLY, MAIN, STARTS, STEPS
+from .plan import ABLATIONS, CENTERS, DENSE_ONLY, MAIN, MAIN_SEEDS, STARTS, STEPS
 
 Row = dict[str, Any]
 
@@ -58,6 +58,12 @@ def select(rows: Sequence[Row], start: str, method: str, base: str = "grpo", fla
     return sorted((row for row in found if method != "rspo" or row["base"] == base), key=lambda row: row["seed"])
 
 
+def of_main(rows: Sequence[Row], start: str) -> list[Row]:
+    """The rows with the main comparison's seeds: RSPO+GRPO has run with those of the clip centres too, and a mean over
+    other seeds than its neighbours' would compare starts."""
+    return [row for row in rows if row["start"] == start and row["seed"] in MAIN_SEEDS[start]]
+
+
 def mean_success(row: Row, until: int | None = None) -> float:
     """Success in %, mean over the evaluations after the first, up to an update."""
     values = [s for step, s in zip(row["step"], row["success"], strict=True) if 0 < step <= (until or row["steps"])]
@@ -94,6 +100,7 @@ def paired(ours: Sequence[Row], others: Sequence[Row], until: int | None = None)
 
 def main_table(rows: Sequence[Row], start: str) -> str:
     """The main comparison at equal A-updates, and what it cost."""
+    rows = of_main(rows, start)
     lines = []
     for name, (method, base) in MAIN.items():
         runs = select(rows, start, method, base)
@@ -130,6 +137,7 @@ def main_table(rows: Sequence[Row], start: str) -> str:
 
 def equal_cost_table(rows: Sequence[Row], start: str) -> str:
     """Base methods and RSPO with the same number of sampled trajectories."""
+    rows = of_main(rows, start)
     lines = []
     for name, (method, base) in MAIN.items():
         swapped = select(rows, start, "rspo", base if method == "rspo" else method)
@@ -143,6 +151,7 @@ def equal_cost_table(rows: Sequence[Row], start: str) -> str:
 
 def ablation_table(rows: Sequence[Row], start: str, names: Sequence[str]) -> str:
     """Variants of RSPO+GRPO beside the paper's figures."""
+    rows = of_main(rows, start)
     plain = select(rows, start, "rspo")
     lines = []
     for name in names:
@@ -205,6 +214,7 @@ def dense_only_table(rows: Sequence[Row], start: str) -> str:
 
 def states_table(rows: Sequence[Row], start: str) -> str:
     """Repeated states of evaluations, per turn: the paper counts them over training batches of unequal size."""
+    rows = of_main(rows, start)
     lines = []
     for name in ("GRPO", "RSPO+GRPO"):
         runs = select(rows, start, *MAIN[name])
