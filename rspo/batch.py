@@ -57,12 +57,13 @@ class Batch:
         """All turns of the trajectories, in order. `old_logp` starts as `behavior_logp`; rewards and advantages that
         were not set are 0.
 
-        Raises ValueError for no turns, and in the conversation layout where a prompt does not continue the turn before
-        it.
+        Raises ValueError for no turns, for a response without tokens or with another number of log-probs, and in the
+        conversation layout where a prompt does not continue the turn before it.
         """
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         if not turns:
             raise ValueError("a batch needs at least one turn")
+        _check_responses(trajectories)
         counts = [len(trajectory) for trajectory in trajectories]
         prompts = np.array([len(turn.prompt_ids) for turn in turns])
         responses = np.array([len(turn.response_ids) for turn in turns])
@@ -209,6 +210,17 @@ def _of_turns(trajectories: Sequence[Trajectory], name: str) -> np.ndarray:
         values = getattr(trajectory, name)
         parts.append(np.zeros(len(trajectory)) if values is None else values)
     return np.concatenate(parts).astype(np.float32)
+
+
+def _check_responses(trajectories: Sequence[Trajectory]) -> None:
+    for trajectory in trajectories:
+        for number, turn in enumerate(trajectory.turns):
+            tokens, logp = len(turn.response_ids), len(turn.behavior_logp)
+            if tokens == 0 or tokens != logp:
+                raise ValueError(
+                    f"the response of turn {number} of {trajectory} must have at least one token and a log-prob for"
+                    f" each, got {tokens} tokens and {logp} log-probs"
+                )
 
 
 def _check_conversations(trajectories: Sequence[Trajectory]) -> None:

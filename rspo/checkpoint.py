@@ -79,7 +79,8 @@ def _load(path: Path, config: Config, has_critic: bool) -> Checkpoint:
     agent = Agent(Policy.load(path, config.policy), config, has_critic)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
-    agent.load_optimizers(torch.load(path / "optimizer.pt", weights_only=True, map_location=config.policy.device))
+    # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.
+    agent.load_optimizers(torch.load(path / "optimizer.pt", weights_only=True, map_location="cpu"))
     agent.set_learning_rates()
     buffer = []
     if (path / "buffer.jsonl").is_file():

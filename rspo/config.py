@@ -69,6 +69,10 @@ class Config:
                 f"rollout.group_size must be >= 2 with {name!r}: a group of one has no baseline"
                 f" (got {self.rollout.group_size}; estimator.singleton='raw' would train on raw scores)"
             )
+        if name == "rloo" and self.estimator.rows:
+            raise ConfigError(
+                "estimator.rows must be false with 'rloo', got true: the other rows of a group are in part one's own"
+            )
         if self.loss.aggregation == "seq-mean-token-sum-norm" and self.loss.horizon is None:
             raise ConfigError(f"loss.horizon must be given with loss.aggregation={self.loss.aggregation!r}, got None")
         if self.method == "rspo":

@@ -140,13 +140,15 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
             return dict(value)
         if hint is float and not isinstance(value, bool):
             return float(value)
-        if hint is int and not isinstance(value, bool) and float(value) == int(float(value)):
-            return int(float(value))
+        if hint is int and not isinstance(value, bool):
+            number = value if isinstance(value, int) else float(value)
+            if number == int(number):
+                return int(number)
         if hint is str and isinstance(value, bool):
             return "on" if value else "off"  # as which YAML reads these words without quotes
         if hint in (bool, str) and isinstance(value, hint):
             return value
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     expected = str(hint) if origin is tuple else getattr(hint, "__name__", str(hint))
     raise ConfigError(f"{name} must be of type {expected}, got {value!r}")

@@ -67,9 +67,14 @@ class Conversation(Layout):
         return prompts
 
     def _joined(self, response: np.ndarray, reply: np.ndarray) -> np.ndarray:
-        """A reply begins with the end of the response before it, which the model may have written already."""
-        written = len(response) and len(reply) and response[-1] == reply[0]
-        return reply[1:] if written and int(reply[0]) in self.policy.eos_token_ids else reply
+        """A reply begins with the end of the response before it, in some templates after white space; the model may
+        have written that end already."""
+        if not len(response) or int(response[-1]) not in self.policy.eos_token_ids:
+            return reply
+        ends = np.flatnonzero(reply == response[-1])
+        if not len(ends) or self.policy.tokenizer.decode(reply[: ends[0]].tolist()).strip():
+            return reply
+        return reply[ends[0] + 1 :]
 
 
 LAYOUTS = {"per_turn": PerTurn, "conversation": Conversation}

@@ -102,13 +102,22 @@ class Policy:
 
     def encode_replies(self, replies: Sequence[str]) -> list[np.ndarray]:
         """Token ids of what follows a response when a user answers it, int64 [P] each: with a chat template the
-        response's end, the user's message and the opening of the next response."""
+        response's end, the user's message and the opening of the next response.
+
+        Raises ConfigError where what follows a response cannot be told from the template.
+        """
         if self.tokenizer.chat_template is None:
             return self._ids(replies, replies)
         texts = []
         for reply in replies:
             user, said = {"role": "user", "content": "(a prompt)"}, {"role": "assistant", "content": SAID}
-            texts.append(self._chat(user, said, {"role": "user", "content": reply}).partition(SAID)[2])
+            _, found, following = self._chat(user, said, {"role": "user", "content": reply}).partition(SAID)
+            if not found:
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} must repeat earlier responses as they are,"
+                    f" so that a conversation can go on after one; {SAID!r} is not in what it makes"
+                )
+            texts.append(following)
         return self._ids(replies, texts)
 
     def encode_responses(self, responses: Sequence[str]) -> list[np.ndarray]:

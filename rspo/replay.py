@@ -77,13 +77,18 @@ class ReplayBuffer:
         return sorted(shuffled, key=_reward_key, reverse=True)
 
     def _ordered_groups(self, shuffled: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        """The eligible members of each group, by the rewards of the whole group."""
         groups: dict[int, list[Trajectory]] = defaultdict(list)
         for trajectory in shuffled:
             groups[trajectory.group].append(trajectory)
         if self.config.sampling == "random":
             return list(groups.values())
+        returns: dict[int, list[float]] = defaultdict(list)
+        for trajectory in self.trajectories:
+            returns[trajectory.group].append(_return(trajectory))
         score = np.var if self.config.sampling == "variance" else np.mean
-        return sorted(groups.values(), key=lambda group: float(score([_return(t) for t in group])), reverse=True)
+        ranks = {group: float(score(sorted(values))) for group, values in returns.items()}
+        return sorted(groups.values(), key=lambda members: ranks[members[0].group], reverse=True)
 
 
 def _return(trajectory: Trajectory) -> float:

@@ -178,6 +178,7 @@ class EstimatorConfig:
         at_least("estimator.invalid_penalty", self.invalid_penalty, 0)
         if self.gamma is not None:
             fraction("estimator.gamma", self.gamma)
+        at_least("estimator.step_weight", self.step_weight, 0)
         fraction("estimator.lam", self.lam)
         one_of("estimator.level", self.level, GAE_LEVELS)
         if self.similarity is not None and not 0 < self.similarity <= 1:
@@ -355,6 +356,7 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         at_least("optimizer.learning_rate", self.learning_rate, 0)
+        at_least("optimizer.eps", self.eps, 0)
         positive("optimizer.grad_clip", self.grad_clip)
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         one_of("optimizer.schedule", self.schedule, SCHEDULES)

@@ -157,7 +157,7 @@ class Trainer:
         return intact(trajectories)
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
-        """One update of an agent on trajectories with advantages: one pass, in mini-batches."""
+        """One update of an agent on labelled trajectories: `optimizer.epochs` passes in mini-batches."""
         with self.timer("batch"):
             batch = Batch.from_trajectories(trajectories, self.config.env.layout).to(agent.policy.device)
         with self.timer("logprobs"):

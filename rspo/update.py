@@ -158,7 +158,7 @@ def update(
             with timer("optimizer"):
                 norms = agent.clip_gradients()
                 if not finite & torch.isfinite(torch.stack(list(norms.values()))).all():
-                    raise NonFiniteError(_diagnosis(agent, minibatch, trajectories, config))
+                    raise NonFiniteError(_diagnosis(agent, batch, trajectories, config))
                 agent.step()
             statistics.add_norms(norms)
     return statistics.result(config.optimizer.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
@@ -266,18 +266,24 @@ def _log_center_quantiles(batch: Batch) -> dict[str, float]:
 
 
 def _diagnosis(agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config) -> str:
-    """Where a gradient that is not finite comes from."""
+    """Where a gradient that is not finite comes from. Advantages come last: whitening spreads one bad value over all
+    of them."""
     logp = score(agent.policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
     named = {
         "log-prob": logp,
         "old log-prob": batch.old_logp,
         "behaviour log-prob": batch.behavior_logp,
-        "advantage": batch.advantages,
     }
+    if batch.ref_logp is not None:
+        named["reference log-prob"] = batch.ref_logp
     if batch.values is not None and batch.returns is not None:
         named |= {"value": batch.values, "return": batch.returns}
+    named["advantage"] = batch.advantages
     inputs = torch.stack(list(named.values()))
-    bad = (~torch.isfinite(inputs).all(0)).nonzero().squeeze(-1)
+    is_finite = torch.isfinite(inputs)
+    bad = (~is_finite[:-1].all(0)).nonzero().squeeze(-1)
+    if not len(bad):
+        bad = (~is_finite[-1]).nonzero().squeeze(-1)
     if len(bad):
         turn = int(batch.token_turn[bad[0]])
         culprit = trajectories[int(batch.turn_trajectory[turn])]

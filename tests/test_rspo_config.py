@@ -48,10 +48,10 @@ def test_round_trip_through_yaml(tmp_path: Path) -> None:
 
 
 def test_flags_are_converted_to_the_fields_types() -> None:
-    config = apply_flags(
-        Config(), ["optimizer.learning_rate=1e-4", "swap.k=5", "policy.path=null", "loss.center_cap=none"][:3]
-    )
+    config = apply_flags(Config(), ["optimizer.learning_rate=1e-4", "swap.k=5", "policy.path=null"])
     assert (config.optimizer.learning_rate, config.swap.k, config.policy.path) == (1e-4, 5, None)
+    seed = 2**53 + 1  # which a float cannot hold
+    assert apply_flags(config, [f"run.seed={seed}", "swap.k=4.0"]).run.seed == seed
     assert apply_flags(config, ["loss.center_cap=null"]).loss.center_cap is None
 
 
@@ -72,6 +72,9 @@ def test_flags_are_converted_to_the_fields_types() -> None:
         ("estimator.std=maybe", r"estimator\.std must be of type bool"),
         ("optimizer.learning_rate=fast", r"optimizer\.learning_rate must be of type float"),
         ("run.steps=0", r"run\.steps must be >= 1"),
+        ("run.steps=.inf", r"run\.steps must be of type int, got inf"),
+        ("optimizer.eps=-1e-8", r"optimizer\.eps must be >= 0"),
+        ("estimator.step_weight=.nan", r"estimator\.step_weight must be >= 0, got nan"),
         ("rewards.train=dense", r"rewards\.train must be 'outcome' with method='rspo'"),
         ("swap.alpha=0.97", r"leaves no on-policy task"),
         ("alpha", r"--set takes section\.field=value"),

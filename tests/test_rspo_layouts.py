@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from rspo_toys import ParityEnv, copies, make_trajectory, small_config, small_policy
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast
 
 from rspo.batch import Batch
-from rspo.config import RolloutConfig
+from rspo.config import ConfigError, RolloutConfig
 from rspo.config_io import apply_flags
 from rspo.engines import TransformersEngine
 from rspo.envs import make_env
@@ -199,6 +200,46 @@ def test_chat_templates_close_a_response_once(policy: Policy) -> None:
         [{"role": role, "content": content} for role, content in messages], add_generation_prompt=True, tokenize=False
     )
     assert chat.tokenizer(whole, add_special_tokens=False)["input_ids"] == cut
+
+
+def test_white_space_before_the_end_of_a_message_is_no_second_end(policy: Policy) -> None:
+    """As in Llama 2's template, where the end is a space away from the response: a byte-level tokenizer sees it."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(["<pad>", "<eos>", *letters])}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = Policy(policy.model, tokenizer)
+    layout = make_layout("conversation", chat, ParityEnv())
+    (opening,), (eos,) = chat.encode(["pick"]), chat.eos_token_ids
+    said = chat.encode_responses(["go"])[0]
+
+    def next_prompt(response: list[int]) -> str:
+        before = (opening, np.array(response, dtype=np.int64))
+        return tokenizer.decode(layout.prompts([_context("ok")], [before])[0])
+
+    assert next_prompt([*said]) == "<user> pick <eos> <assistant> go <eos> <user> ok <eos> <assistant> "
+    assert next_prompt([*said, eos]) == "<user> pick <eos> <assistant> go<eos> <user> ok <eos> <assistant> "
+
+
+def test_a_template_that_drops_responses_is_refused(policy: Policy) -> None:
+    """Otherwise the conversation would go on without the reply."""
+    chat = chatting(policy)
+    chat.tokenizer.chat_template = CHAT_TEMPLATE.replace("for message in messages", "for message in messages[-1:]")
+    with pytest.raises(ConfigError, match=r"chat template of .* must repeat earlier responses as they are"):
+        chat.encode_replies(["ok hall"])
+
+
+def test_responses_must_have_tokens_and_a_logprob_for_each() -> None:
+    """As of an engine of a user's own: everything after the turn would be out of step."""
+    for tokens, logps in ((0, 0), (2, 1)):
+        made = [make_trajectory(0, i) for i in range(2)]
+        made[1].turns[1].response_ids = np.arange(3, 3 + tokens)
+        made[1].turns[1].behavior_logp = np.zeros(logps, dtype=np.float32)
+        said = rf"turn 1 of trajectory 1 of group 0 .* got {tokens} tokens and {logps} log-probs"
+        with pytest.raises(ValueError, match=said):
+            Batch.from_trajectories(made)
 
 
 def _context(observation: str):

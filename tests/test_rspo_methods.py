@@ -114,6 +114,7 @@ def test_ppo_takes_as_many_trajectories_without_groups(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         (["method=rloo", "rollout.group_size=1"], r"rollout\.group_size must be >= 2 with 'rloo'"),
+        (["base=rloo", "estimator.rows=true"], r"estimator\.rows must be false with 'rloo', got true"),
         (["base=gigpo", "rollout.group_size=1"], r"rollout\.group_size must be >= 2 with 'gigpo'"),
         (["estimator.gamma=1.5"], r"estimator\.gamma must be in \[0, 1\], got 1\.5"),
         (["estimator.lam=-1"], r"estimator\.lam must be in \[0, 1\]"),

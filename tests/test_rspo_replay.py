@@ -70,6 +70,19 @@ def test_variance_takes_whole_groups() -> None:
     assert {t.group for t in buffer_of([*flat, *varied], sampling="variance").sample(2)} == {1}
 
 
+@pytest.mark.parametrize(("sampling", "first"), [("variance", 1), ("reward", 0)])
+def test_groups_of_which_only_successes_are_taken_are_ranked_whole(sampling: str, first: int) -> None:
+    """Among successes alone every group would be like the others: no variance, the same mean."""
+    for seed in range(8):
+        easy = [make_trajectory(0, i, reward=10, advantage=0.0) for i in range(4)]
+        hard = [make_trajectory(1, i, reward=10 * (i > 1), advantage=0.0) for i in range(4)]
+        buffer = buffer_of([*easy, *hard], seed=seed, sampling=sampling, unit="group", success_only=True)
+        drawn = buffer.sample(6)
+        assert all(t.won for t in drawn)
+        assert drawn[0].group == first
+        assert len(drawn) == 6
+
+
 def test_groups_by_mean_reward() -> None:
     better = [make_trajectory(0, i, reward=10 * (i > 0), advantage=0.0) for i in range(3)]
     worse = [make_trajectory(1, i, reward=10 * (i > 1), advantage=0.0) for i in range(3)]

@@ -231,7 +231,7 @@ def test_the_loop_is_algorithm_one(start: Path, tmp_path: Path, monkeypatch: pyt
         of_a[:2] = [(who, label, alpha, 0) for who, label, alpha, _ in of_a[:2]]
     assert seen == [*of_b, *of_a[:2], *of_b, *of_a[2:]]
     kept = [2 * config.rollout.group_size * n for n in (3, 4)] if source == "history" else [0, 0]
-    assert [bool(n) for n in buffers] == [bool(n) for n in kept]
+    assert buffers == kept
 
 
 def test_resuming_takes_new_optimizer_settings_and_refuses_another_run(start: Path, tmp_path: Path) -> None:

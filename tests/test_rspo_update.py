@@ -209,6 +209,28 @@ def test_non_finite_values_name_their_place_and_leave_the_weights() -> None:
         run_update(agent, config, trajectories, batch)
 
 
+def test_the_trajectory_at_fault_is_named_where_whitening_has_spread_it() -> None:
+    """One value is not a number, in another mini-batch than the one that fails first: all advantages are none then."""
+    config = apply_flags(small_config(), ["optimizer.minibatches=8"])
+    agent = Agent(small_policy(), config)
+    trajectories = mixed_trajectories()
+    batch = scored_batch(agent, config, trajectories)
+    values = torch.zeros(batch.num_tokens)
+    values[batch.turn_trajectory[batch.token_turn] == 5] = float("nan")
+    batch = replace(batch, values=values, returns=values, advantages=torch.full_like(values, float("nan")))
+    with pytest.raises(NonFiniteError, match=r"turn 0 of trajectory 5 of group 0 .*value nan"):
+        run_update(agent, config, trajectories, batch)
+
+
+def test_a_reference_that_is_not_finite_is_named() -> None:
+    config = apply_flags(small_config(), ["loss.kl_coef=0.1"])
+    agent = Agent(small_policy(), config)
+    trajectories = mixed_trajectories()
+    batch = scored_batch(agent, small_config(), trajectories)
+    with pytest.raises(NonFiniteError, match="reference log-prob nan"):
+        run_update(agent, config, trajectories, replace(batch, ref_logp=torch.full_like(batch.old_logp, float("nan"))))
+
+
 def test_branching_copies_weights_and_optimizer_state() -> None:
     config = small_config()
     agent = Agent(small_policy(), config)
