@@ -26,7 +26,7 @@ SUITES = {
 }
 """Suites and what they show. The module `bench.<suite>` has:
 
-    run(options) -> Report                  the work
+    run(options) -> Report                  the work; options.keep(report) writes what there is so far
     table(report) -> str                    the report as Markdown, with its caption
     plot(report, path) -> None              optional: the picture
     add_arguments(parser) -> None           optional: options of its own
@@ -41,28 +41,30 @@ def suite(name: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     module = suite(options.suite)
+    options.keep = lambda so_far: save(module, so_far, options.out, picture=False)
     report: Report = module.run(options)
-    folder = options.out or RESULTS / report.device
-    text = module.table(report)
-    print(text)
+    print(module.table(report))
     faults = []
     if options.compare is not None:
         faults = module.compare(report, Report.read(options.compare))
         print("\n".join([f"\n{len(faults)} differences from {options.compare}", *faults]))
     else:
-        save(module, report, folder, text)
-        print(f"\nwritten to {folder}")
-    return 1 if faults or any(row.get("fault") for row in report.rows) else 0
+        print(f"\nwritten to {save(module, report, options.out)}")
+    wrong = faults or report.settings.get("interrupted") or any(row.get("fault") for row in report.rows)
+    return 1 if wrong else 0
 
 
-def save(module: Any, report: Report, folder: Path, text: str) -> None:
+def save(module: Any, report: Report, out: Path | None, *, picture: bool = True) -> Path:
+    """Write a report, its table and (unless it will be written again) its picture; where to."""
+    folder = out or RESULTS / report.device
     report.write(folder / f"{report.suite}.json")
-    (folder / f"{report.suite}.md").write_text(text + "\n", encoding="utf-8")
-    if hasattr(module, "plot"):
+    (folder / f"{report.suite}.md").write_text(module.table(report) + "\n", encoding="utf-8")
+    if picture and hasattr(module, "plot"):
         try:
             module.plot(report, folder / f"{report.suite}.png")
         except ImportError as error:
             print(f"no picture: {error}")
+    return folder
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -6,10 +6,10 @@ Everything that they leave goes into one flat folder, bench/results/<device>/:
     tests.txt        pytest's output (its end, where it is long)
     kernels.json, kernels.md, kernels.png, trainer.json, trainer.md, trainer.png: the suites' reports
 
-Each stage has a time limit and a process of its own; it is first asked to stop, so that it can still write what it
-found. A stage that fails or runs out of time does not keep the next from running; the exit status is 1 then. Nothing is
-installed or downloaded: the Python that runs this needs torch with CUDA, triton, transformers, and for the tests pytest
-and hypothesis.
+Each stage has a time limit and a process of its own; it is first asked to stop, so that tests and kernels still write
+what they found. A stage that fails or runs out of time does not keep the next from running; the exit status is 1 then.
+Nothing is installed or downloaded: the Python that runs this needs torch with CUDA, triton, transformers, and for the
+tests pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from .report import RESULTS, environment, folder_name, machine
 
 ROOT = Path(__file__).parent.parent
 FOR_TESTS = ("pytest", "hypothesis")
-FILES = ("gpu_check.txt", "tests.txt", *(f"{s}.{end}" for s in ("kernels", "trainer") for end in ("json", "md", "png")))
 GRACE = 30.0
 """Seconds between being asked to stop and being killed."""
 TAIL = 200_000
@@ -59,20 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cuda")
     folder = (options.out or RESULTS / folder_name(device)).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)  # an earlier run's must not pass for this one's
     print(f"gpu-check on {machine(device)}; everything goes to {folder}", flush=True)
-    outcomes = {}
+    facts, outcomes = environment(device), {}
     if missing := missing_packages():
         names = " ".join(missing)
         print(f"The tests are left out: {sys.executable} has no {' and no '.join(missing)}.", flush=True)
         print(f"For the next time: {sys.executable} -m pip install {names} pytest-xdist", flush=True)
         outcomes["tests"] = f"not run: needs {names}"
-    for stage in stages(options, folder, with_tests=not missing):
+    planned = stages(options, folder, with_tests=not missing)
+    for stage in planned:
+        for file in folder.glob(f"{stage.name}.*"):
+            file.unlink()  # an earlier run's must not pass for this one's
+    outcomes |= {stage.name: "not run: gpu-check was stopped before" for stage in planned}
+    write(folder, facts, outcomes)
+    for stage in planned:
         outcomes[stage.name] = run(stage, folder)
-    report = summary(environment(device), outcomes)
-    (folder / "gpu_check.txt").write_text(f"{report}\n\n{nvidia_smi()}\n", encoding="utf-8")
-    print(report)
+        write(folder, facts, outcomes)
+    print(summary(facts, outcomes))
     return 0 if all(outcome.startswith("passed") for outcome in outcomes.values()) else 1
 
 
@@ -150,6 +152,11 @@ def summary(facts: Mapping[str, object], outcomes: Mapping[str, str]) -> str:
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
 
 
+def write(folder: Path, facts: Mapping[str, object], outcomes: Mapping[str, str]) -> None:
+    """The summary and what the driver says, as they are so far."""
+    (folder / "gpu_check.txt").write_text(f"{summary(facts, outcomes)}\n\n{nvidia_smi()}\n", encoding="utf-8")
+
+
 def nvidia_smi() -> str:
     """What the driver says of the devices."""
     try:
@@ -163,7 +170,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: bench/results/<device>")
-    for name, seconds in (("tests", 420), ("kernels", 540), ("trainer", 120)):
+    for name, seconds in (("tests", 420), ("kernels", 450), ("trainer", 180)):
         parser.add_argument(
             f"--{name}-seconds", type=float, default=seconds, metavar="S", help="0: leave it out; default: %(default)s"
         )

@@ -96,23 +96,29 @@ def kernels(report: Report) -> str:
     libraries = [library for library in LIBRARIES if library in found]
     if not cases:
         return ""
-    header = ["op", "shape", "active", "dtype", "ours", *(LIBRARIES[name] for name in libraries), "our peak", "leanest"]
+    header = ["op", "shape", "active", "dtype", "ours", *(LIBRARIES[name] for name in libraries)]
+    header += ["our peak", "leanest peer"]
     lines = []
     for rows in cases:
         ours = _fastest(rows, OURS)
         assert ours is not None
         times = [_beside(_fastest(rows, library), ours, rows, library) for library in libraries]
-        lean = min((r["peak_bytes"] for r in rows if r["library"] != OURS and r["peak_bytes"]), default=None)
+        peaks = [r["peak_bytes"] for r in rows if r["library"] != OURS and r["peak_bytes"] is not None]
         op = ours["op"] + {"both": "", "forward": ", forward", "backward": ", backward"}[ours["direction"]]
         kind = [ours["shape"], ours["rows"], ours["dtype"]]
-        lines.append([op, *kind, _time(ours["median_ms"]), *times, _size(ours["peak_bytes"]), _size(lean)])
+        memory = [_size(ours["peak_bytes"]), _size(min(peaks, default=None))]
+        lines.append([op, *kind, _time(ours["median_ms"]), *times, *memory])
+    behind = _behind(report.rows, cases)
     absent = [name for library, name in LIBRARIES.items() if library not in found]
     note = (
         "Time of others / our time, forward and backward (above 1: ours is faster; **bold**: the peer is ahead),"
-        " medians of interleaved calls that were right; peak memory beyond the inputs. *active*: share of unmasked"
-        " tokens."
+        " medians of interleaved calls that were right; peak memory beyond the inputs in such a call, ours and that of"
+        " the peer with the least. *active*: share of unmasked tokens. CCE: cut-cross-entropy."
     )
+    threads = report.settings.get("threads")
+    note += f" {threads} threads." if threads else ""
     note += f" Without a time here: {', '.join(absent)}." if absent else ""
+    note += f" Peers are also ahead outside of this table: {'; '.join(behind)}." if behind else ""
     where = "a CPU" if report.device == "cpu" else "a GPU"
     return f"**Time and memory on {where}.** {note}\n\n{markdown(header, lines)}"
 
@@ -130,6 +136,22 @@ def telling(rows: Sequence[Row]) -> list[list[Row]]:
             cases.append(case)
     ops = list(first)
     return sorted(cases[:MOST_CASES], key=lambda case: (ops.index(case[0]["op"]), -case[0]["active"]))
+
+
+def _behind(rows: Sequence[Row], shown: Sequence[Sequence[Row]]) -> list[str]:
+    """Cases outside of the table in which a peer is faster than ours, with the ratio of the fastest, in words."""
+    found: list[str] = []
+    for _, group in groupby(rows, key=lambda r: tuple(r[k] for k in ("op", "shape", "rows", "dtype", "direction"))):
+        case = list(group)
+        ours = _fastest(case, OURS)
+        peers = [row for row in case if row["library"] != OURS and row["median_ms"] is not None]
+        if case in shown or ours is None or not peers:
+            continue
+        best = min(peers, key=lambda row: row["median_ms"])
+        if best["median_ms"] < ours["median_ms"]:
+            where = f"{ours['op']} {ours['direction']}, {ours['shape']}, {ours['rows']}, {ours['dtype']}"
+            found.append(f"{where} ({LIBRARIES[best['library']]} {best['median_ms'] / ours['median_ms']:.2f})")
+    return found
 
 
 def _fastest(rows: Sequence[Row], library: str) -> Row | None:
@@ -182,7 +204,9 @@ def trainer(report: Report) -> str:
     header = ["method", "an update of A", "model", "environment", "optimiser", "ours", "tokens/s"]
     return (
         "**The trainer**, household at the default sizes: where an update's time goes. *Ours* is all that is neither a"
-        f" pass of the model, nor the environment, nor the optimiser.\n\n{markdown(header, lines)}"
+        " pass of the model, nor the environment, nor the optimiser. RSPO's update of A comes with one of agent B and"
+        f" B's share of collecting. *tokens/s*: prompts included. Threads: {report.environment['threads']}."
+        f"\n\n{markdown(header, lines)}"
     )
 
 

@@ -117,7 +117,8 @@ def linear_token_logprobs(
         hidden: [..., H] float32, bfloat16, float16 (float64 with the PyTorch path).
         weight: [V, H] of the same dtype, the lm_head (or tied embedding). bias: [V] or None.
         targets: [...] int32 or int64.
-        chunk_rows: tokens whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
+        chunk_rows: tokens whose logits exist at once, at most; None: 256 on the CPU, 2048 elsewhere, or up to a quarter
+            more where that saves a chunk.
         vocab_group, vocab_start: as in token_logprobs, for the rows of weight; the gradient of hidden is summed over
             the processes.
         temperature, softcap, logit_scale, valid_vocab, mask, ignore_index, with_entropy, validate, backend: as in

@@ -230,7 +230,8 @@ def linear_policy_loss(
             (num_tokens counts them all the same).
         full_precision_weight_grad: sum the weight's gradient over chunks in float32 rather than in the weight's dtype
             (on the CPU, where everything is computed in float32, it always is).
-        chunk_rows: rows whose logits exist at once; None: 256 on the CPU, 2048 elsewhere.
+        chunk_rows: rows whose logits exist at once, at most; None: 256 on the CPU, 2048 elsewhere, or up to a quarter
+            more where that saves a chunk.
 
     Returns, raises: as policy_loss.
     """

@@ -13,6 +13,7 @@ import torch
 
 from bench import gpu_check
 from bench.gpu_check import Stage
+from bench.kernels.cases import BUDGET
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,6 +35,8 @@ def test_stages_run_in_order_within_their_limits(tmp_path: Path, monkeypatch: py
     assert tests.command[-1] == "tests/test_segments.py"
     assert "-n" not in tests.command, "without xdist"
     assert kernels.limit == 60
+    in_all = gpu_check._parse([]).kernels_seconds + gpu_check.GRACE
+    assert BUDGET["cuda", False] < gpu_check._parse([]).kernels_seconds < in_all <= 480
     assert kernels.command[1:] == ("-m", "bench", "kernels", "--device", "cuda", "--out", str(tmp_path))
     assert [s.name for s in gpu_check.stages(options, tmp_path, with_tests=False)] == ["kernels", "trainer"]
     options = gpu_check._parse(["--tests-seconds", "0", "--kernels-seconds", "0"])
@@ -101,7 +104,8 @@ def test_a_failing_stage_does_not_stop_the_next(
     monkeypatch.setattr(gpu_check, "missing_packages", lambda: ["hypothesis"])
     stages = [python("raise SystemExit(1)", log=None), Stage("second", (sys.executable, "-c", ""), 60.0)]
     monkeypatch.setattr(gpu_check, "stages", lambda options, folder, with_tests: stages)
-    (tmp_path / "kernels.json").write_text("of an earlier run")
+    (tmp_path / "stage.json").write_text("of an earlier run")
+    (tmp_path / "trainer.json").write_text("of an earlier run, of a stage that is left out now")
     assert gpu_check.main(["--out", str(tmp_path)]) == 1
     written = (tmp_path / "gpu_check.txt").read_text()
     for line in (
@@ -112,8 +116,8 @@ def test_a_failing_stage_does_not_stop_the_next(
     ):
         assert line in written
     assert "pip install hypothesis" in capsys.readouterr().out
-    assert not (tmp_path / "kernels.json").exists()
-    assert len(gpu_check.FILES) <= 8
+    assert not (tmp_path / "stage.json").exists()
+    assert (tmp_path / "trainer.json").exists()
 
     monkeypatch.setattr(gpu_check, "missing_packages", lambda: [])
     del stages[0]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench import kernels
+from bench.cli import main
 from bench.kernels import imports, providers
 from bench.kernels.cases import cases
 from bench.kernels.engine import Settings, compare_with_best, run_workload
@@ -83,6 +85,25 @@ def test_every_provider_agrees_with_the_reference(op: str, dtype: str, natural: 
             assert row["median_ms"] is None, name
     assert rows[0]["provider"] == OURS
     assert not any(row["fault"] for row in rows)
+
+
+def test_trls_tiles_are_as_wide_as_its_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trl")
+    (chunked,) = (p for p in providers.providers("linear_token_logprobs") if p.library == "trl")
+    utils = imports.load("trl.trainer.utils", without=("datasets", "pandas"))
+    inputs = make(workload("linear_token_logprobs"), CPU)
+    columns: list[int] = []
+    matmul = torch.mm
+
+    def mm(a: Tensor, b: Tensor, **options: Tensor) -> Tensor:
+        columns.append(b.shape[1])
+        return matmul(a, b, **options)
+
+    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 400)
+    monkeypatch.setattr(torch, "mm", mm)
+    with torch.no_grad():
+        chunked.load()(inputs)
+    assert columns == [400, 400, 200]
 
 
 @pytest.mark.parametrize("package", ["liger_kernel", "trl", "verl", "cut_cross_entropy"])
@@ -170,6 +191,60 @@ def test_calls_are_interleaved_in_rotated_order_until_their_share_is_used_up() -
     assert order[:6] == ["a", "b", "slow", "b", "slow", "a"]
     assert {name: len(s.wall) for name, s in samples.items()} == {"a": 5, "b": 5, "slow": 2}
     assert samples["slow"].quantiles() == (30.0, 30.0, 30.0)
+
+
+def test_a_call_that_fails_late_ends_alone(only, rates: Rates) -> None:
+    turns = iter(range(100))
+
+    def runs_out(x: Inputs) -> dict[str, Tensor]:
+        if next(turns) > 2:
+            raise RuntimeError("out of memory\nat last")
+        return {"logp": torch.log_softmax(x.logits, -1).gather(-1, x.targets[:, None])[:, 0]}
+
+    only("token_logprobs", Provider("token_logprobs", "late", "eager", lambda: runs_out))
+    ours, late = run_workload(workload("token_logprobs", directions=("both",)), SETTINGS, rates)
+    assert (ours["status"], ours["rounds"]) == ("right", 2)
+    assert (late["status"], late["note"]) == ("failed", "RuntimeError: out of memory")
+    assert late["median_ms"] is None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("no room")])
+def test_what_was_measured_before_an_end_is_kept(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = [workload(op) for op in ("group_advantages", "masked_whiten", "gae")]
+
+    def run(workload: Workload, settings: Settings, rates: Rates) -> list[dict[str, Any]]:
+        if workload.op == "masked_whiten":
+            raise error
+        return run_workload(workload, settings, rates)
+
+    monkeypatch.setattr(kernels, "run_workload", run)
+    kept: list[set[str]] = []
+
+    def keep(report: Report) -> None:
+        kept.append({row["op"] for row in report.rows})
+
+    report = kernels.measure(chosen, CPU, 1, True, 60.0, ["eager"], memory=False, keep=keep)
+    first, second, third = ([r for r in report.rows if r["op"] == w.op] for w in chosen)
+    assert kept[:2] == [{"group_advantages"}, {"group_advantages", "masked_whiten"}]
+    assert all(row["status"] == "right" for row in first)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    assert report.settings["interrupted"] == interrupted
+    assert second[0]["note"] == ("not run: interrupted" if interrupted else "not run: RuntimeError: no room")
+    assert second[0]["fault"] == (not interrupted)
+    assert third[0]["status"] == ("not run" if interrupted else "right")
+
+
+def test_a_run_that_is_interrupted_writes_and_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*arguments: object) -> list[dict[str, Any]]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "run_workload", interrupt)
+    assert main(["kernels", "--device", "cpu", "--quick", "--threads", "1", "--out", str(tmp_path)]) == 1
+    assert "not run: interrupted" in capsys.readouterr().out
+    assert "not run: interrupted" in (tmp_path / "kernels.md").read_text()
+    assert Report.read(tmp_path / "kernels.json").settings["interrupted"]
 
 
 def test_quantiles_are_numpys() -> None:

@@ -113,11 +113,17 @@ def test_ratios_are_the_peers_time_over_ours() -> None:
     assert (logprobs["ours"], logprobs["PyTorch"], logprobs["torch.compile"]) == ("10 ms", "4.00", "2.50")
     assert logprobs["verl"] == "**0.80**", "the fastest of a library; ahead of ours in bold"
     assert logprobs["Liger"] == ""
-    assert (logprobs["our peak"], logprobs["leanest"]) == ("100 MB", "80 MB")
+    assert (logprobs["our peak"], logprobs["leanest peer"]) == ("100 MB", "80 MB")
     loss = next(line for line in text.splitlines() if line.startswith("| linear_policy_loss"))
     assert "**0.80**" in loss
     assert "wrong" in loss
     assert "Without a time here: TRL, CCE, flash-attn, unsloth." in text
+
+
+def test_peers_that_are_ahead_outside_of_the_table_are_named() -> None:
+    text, shape = readme.kernels(KERNELS), KERNELS.rows[0]["shape"]
+    forward, other = f"forward, {shape}, 25%, fp32 (Liger 0.80)", "both, another, 25%, fp32 (Liger 0.80)"
+    assert f"outside of this table: linear_policy_loss {forward}; linear_policy_loss {other}." in text
 
 
 def test_passes_beside_the_floor() -> None:

@@ -136,6 +136,12 @@ def table(report: Report) -> str:
         "(`rspo_kernels/machine_code.py`). From hidden states it is the code around the matmul's inner loop. TRL's "
         "backward has no loop; its numbers contain the start of a program, for 8 elements a thread.",
         "",
+        "*registers* of a thread; *spills* and *shared* memory in bytes; *load* and *store*: bits of one access, the "
+        "narrowest of the loops; *an element*: its instructions, pass by pass. The columns after it say which: "
+        "*memory* is of global memory, *threads* what threads exchange (shared memory, shuffles, barriers), *special* "
+        "exponentials and reciprocals, *arithmetic* that of floating-point numbers, *other* integers, moves and jumps; "
+        "*matrix*: the matmul's instruction.",
+        "",
         *_missing(report),
     ]
     header: tuple[str, ...]

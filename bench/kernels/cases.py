@@ -12,7 +12,7 @@ EACH = ("forward", "backward", "both")
 FUSED = ("both", "forward")
 """The fused losses make their gradient in the forward pass: no backward pass alone."""
 
-BUDGET = {("cpu", False): 330.0, ("cpu", True): 60.0, ("cuda", False): 420.0, ("cuda", True): 60.0}
+BUDGET = {("cpu", False): 330.0, ("cpu", True): 60.0, ("cuda", False): 390.0, ("cuda", True): 60.0}
 """Seconds after which no further workload begins, by device and --quick."""
 
 SMALL = "SmolLM2-135M"

@@ -18,7 +18,7 @@ from .floor import Rates
 from .memory import peak_bytes
 from .providers import OURS, Function, Provider, providers
 from .reference import TOLERANCE, Expected, expect, relative_error
-from .timing import Clock, gradients, interleave, measured
+from .timing import Clock, first_line, gradients, interleave, measured
 from .workloads import Inputs, Workload, make
 
 
@@ -92,10 +92,10 @@ def _checked(provider: Provider, inputs: Inputs, expected: Expected, settings: S
     try:
         function = provider.load()
     except ImportError as error:
-        entry.note = f"not installed ({error})" if error.name else f"cannot be imported: {_first_line(error)}"
+        entry.note = f"not installed ({error})" if error.name else f"cannot be imported: {first_line(error)}"
         return entry
     except Exception as error:
-        entry.status, entry.note = "failed", _first_line(error)
+        entry.status, entry.note = "failed", first_line(error)
         return entry
     if settings.device.type not in provider.devices:
         entry.note = f"does not run on {settings.device.type}"
@@ -111,11 +111,13 @@ def _checked(provider: Provider, inputs: Inputs, expected: Expected, settings: S
             entry.peak = _cuda_peak(function, entry.inputs, direction, settings.device)
         entry.seconds = _duration(function, entry.inputs, direction, settings.device)
     except Exception as error:
-        entry.status, entry.note = "failed", _first_line(error)
+        entry.status, entry.note = "failed", first_line(error)
+    if entry.status == "failed":
         entry.inputs = None
-        _collect(settings.device)
+        _collect(settings.device)  # now that the exception is gone, whose frames held what the call had allocated
         return entry
     limit = TOLERANCE[inputs.workload.dtype]
+    assert entry.error is not None
     if not entry.error <= limit:
         entry.status, entry.note = "wrong", f"wrong: error {entry.error:.1g} (at most {limit:g}); not timed"
         return entry
@@ -176,6 +178,7 @@ def _timed(
     """Rows of one direction: the right providers in turn, the others as they are."""
     workload, clock = inputs.workload, Clock(settings.device)
     calls: dict[str, Callable[[], tuple[float, float]]] = {}
+    failures: dict[str, str] = {}
     for entry in entries:
         if entry.status != "right":
             continue
@@ -188,9 +191,10 @@ def _timed(
                 seconds = _duration(entry.function, entry.inputs, direction, settings.device)
             calls[entry.provider.name] = clock.sampler(entry.function, entry.inputs, direction, seconds)
         except Exception as error:
-            entry.note = f"{direction}: {_first_line(error)}"
+            failures[entry.provider.name] = first_line(error)
     gc.collect()
     samples = interleave(calls, settings.share, settings.least, settings.most)
+    failures |= {name: found.failure for name, found in samples.items() if found.failure}
     floor = rates.seconds(inputs, direction)
     rows = []
     for entry in entries:
@@ -199,7 +203,9 @@ def _timed(
         row |= {"status": entry.status, "error": entry.error, "floor_ms": 1e3 * floor, "note": entry.note}
         if direction == workload.directions[0]:
             row["peak_bytes"] = entry.peak
-        if name in samples:
+        if name in failures:
+            row |= {"status": "failed", "note": failures[name]}
+        elif name in samples:
             middle, low, high = samples[name].quantiles()
             row |= {
                 "median_ms": 1e3 * middle,
@@ -209,7 +215,7 @@ def _timed(
                 "rounds": len(samples[name].wall),
                 "vs_floor": middle / floor,
             }
-        if entry.provider.library == OURS and entry.status != "right":
+        if entry.provider.library == OURS and row["status"] != "right":
             row["fault"] = True
         rows.append(row)
     compare_with_best(rows)
@@ -285,10 +291,5 @@ def _available() -> float:
 def _collect(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."
+        with suppress(RuntimeError):  # a kernel that broke the device: what was measured before is still good
+            torch.cuda.empty_cache()

@@ -52,7 +52,8 @@ def _time(axis: Any, report: Report, op: str, title: str) -> None:
     names = list(dict.fromkeys(r["provider"] for r in rows))
     used: dict[str, int] = {}
     for name in names:
-        points = sorted((r["active"], r["median_ms"] / ours[r["active"]]) for r in rows if r["provider"] == name)
+        mine = [r for r in rows if r["provider"] == name and r["active"] in ours]
+        points = sorted((r["active"], r["median_ms"] / ours[r["active"]]) for r in mine)
         library = next(r["library"] for r in rows if r["provider"] == name)
         style = STYLES[used.get(library, 0) % len(STYLES)]
         used[library] = used.get(library, 0) + 1

@@ -11,11 +11,12 @@ from .providers import OURS
 
 CAPTION = """\
 Each provider's outputs and gradients were first held against float64 on the same inputs. Medians of interleaved calls,
-with the 20 % and 80 % quantiles. *vs best*: for rspo_kernels the fastest peer's time over ours (above 1: ours is
-faster), for a peer its time over the fastest. *vs floor*: time over the larger of least bytes / copy bandwidth and
-operations / matmul rate, as measured in the same run. *error*: ‖result − reference‖ / ‖reference‖, the largest of
-outputs and gradients. *peak*: memory beyond the inputs in one call, gradients included, on the CPU in a process of its
-own. *active*: fraction of unmasked tokens."""
+with the 20 % and 80 % quantiles and the number of *calls*. *direction*: forward is without any gradient, backward
+without its forward pass, both is one after the other. *vs best*: for rspo_kernels the fastest peer's time over ours
+(above 1: ours is faster), for a peer its time over the fastest. *vs floor*: time over the larger of least bytes / copy
+bandwidth and operations / matmul rate, as measured in the same run. *error*: ‖result − reference‖ / ‖reference‖, the
+largest of outputs and gradients. *peak*: memory beyond the inputs in one call, gradients included, on the CPU in a
+process of its own. *active*: fraction of unmasked tokens."""
 
 
 def table(report: Report) -> str:
@@ -23,8 +24,8 @@ def table(report: Report) -> str:
     parts = ["# kernels", "", report.caption, "", settings_line(report), "", CAPTION, "", summary(report)]
     for op, rows in groupby(sorted(report.rows, key=lambda r: _order(report, r["op"])), key=lambda r: r["op"]):
         header = (
-            "shape", "active", "dtype", "direction", "provider", "median", "20–80 %", "error", "peak", "vs best",
-            "vs floor", "note",
+            "shape", "active", "dtype", "direction", "provider", "median", "20–80 %", "calls", "error", "peak",
+            "vs best", "vs floor", "note",
         )  # fmt: skip
         parts += ["", f"## {op}", "", markdown(header, [_cells(row) for row in rows])]
     return "\n".join(parts)
@@ -78,8 +79,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     name = f"**{row['provider']}**" if row["library"] == OURS else row["provider"]
     return (
         row["shape"], row["rows"], row["dtype"], row["direction"], name, milliseconds(row["median_ms"]), spread,
-        "" if row["error"] is None else f"{row['error']:.0e}", size(row["peak_bytes"]), ratio(row["vs_best"]),
-        ratio(row["vs_floor"]), row["note"].replace("|", "/"),
+        str(row["rounds"] or ""), "" if row["error"] is None else f"{row['error']:.0e}", size(row["peak_bytes"]),
+        ratio(row["vs_best"]), ratio(row["vs_floor"]), row["note"].replace("|", "/"),
     )  # fmt: skip
 
 

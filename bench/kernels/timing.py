@@ -22,14 +22,22 @@ SHORTEST = 1e-3
 
 @dataclass
 class Samples:
-    """Seconds of single calls. cpu: process time, over all threads (None on accelerators)."""
+    """Seconds of single calls. cpu: process time, over all threads (0 on accelerators). failure: why they ended."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+    failure: str = ""
 
     def quantiles(self) -> tuple[float, float, float]:
         """Median, 20 % and 80 % quantile, in seconds."""
         return quantile(self.wall, 0.5), quantile(self.wall, 0.2), quantile(self.wall, 0.8)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in at most 160 characters."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -50,19 +58,24 @@ def interleave(
 ) -> dict[str, Samples]:
     """Run each call, which returns its wall and CPU seconds, in rotated rounds until its share of seconds is used up.
 
-    The share counts everything a call does, also what it leaves out of its own measure.
+    The share counts everything a call does, also what it leaves out of its own measure. A call that raises (a GPU's
+    memory may run out late) takes no further part.
     """
     samples = {name: Samples() for name in calls}
     spent = dict.fromkeys(calls, 0.0)
     names = list(calls)
     for turn in range(most):
-        running = [n for n in names if len(samples[n].wall) < least or spent[n] < share]
+        running = [n for n in names if not samples[n].failure and (len(samples[n].wall) < least or spent[n] < share)]
         if not running:
             break
         at = turn % len(running)
         for name in running[at:] + running[:at]:
             start = clock()
-            wall, cpu = calls[name]()
+            try:
+                wall, cpu = calls[name]()
+            except Exception as error:
+                samples[name].failure = first_line(error)
+                continue
             spent[name] += clock() - start
             samples[name].wall.append(wall)
             samples[name].cpu.append(cpu)

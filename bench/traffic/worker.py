@@ -50,6 +50,7 @@ LIGER_ROW = (
     f"its layout has one more row of logits for each sequence (of {TOKENS // SEQUENCES} tokens), which is cleared"
 )
 NO_LOGPROBS_ALONE = "always makes the entropy, too"
+TRL_ENTROPY = "makes the entropy from hidden states, too, as its trainer asks for"
 CCE_LOG1P = "with log(1 + x) for libdevice's log1p, which the interpreter has not"
 
 
@@ -161,7 +162,7 @@ def count_linear(counted: Counted) -> None:
     counted.count(LINEAR_LOGPROBS, "trl", FORWARD, cases[:2], partial(peers.trl_linear_logprobs, **chunked))
     counted.count(LINEAR_LOGPROBS, "cce", FORWARD, cases[:2], peers.cce_linear_logprobs, CCE_LOG1P)
     counted.count(LINEAR_LOSS, OURS, BOTH, cases, partial(ours.linear_policy_loss, chunk_rows=TOKENS))
-    counted.count(LINEAR_LOSS, "trl", BOTH, cases, partial(peers.trl_linear_grpo_loss, **chunked))
+    counted.count(LINEAR_LOSS, "trl", BOTH, cases, partial(peers.trl_linear_grpo_loss, **chunked), TRL_ENTROPY)
 
 
 def count_token_ops(counted: Counted) -> None:

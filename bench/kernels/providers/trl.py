@@ -1,6 +1,7 @@
 """TRL: selective_log_softmax and its fused log-prob and entropy (Triton on CUDA, PyTorch elsewhere), chunked log-probs.
 
-The loss after the log-probs is the trainer's inline PyTorch, which is `eager.clipped_loss`.
+Logits are [B, L, V], as its trainers have them: off CUDA its loop goes over the first dimension. The loss after
+the log-probs is the trainer's inline PyTorch, which is `eager.clipped_loss`.
 """
 
 from __future__ import annotations
@@ -16,24 +17,22 @@ from ..workloads import Inputs
 from . import Function, provider
 from .eager import clipped_loss
 
-CHUNK = 8192
-"""Vocabulary columns of a tile, the trainer's value."""
-
 
 def _utils() -> ModuleType:
     return load("trl.trainer.utils", without=("datasets", "pandas"))
 
 
-def _chunked_logprobs() -> Callable[..., Any]:
-    """ChunkedLogProbFunction.apply; its backward pass imports the utilities."""
-    _utils()
-    return load("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
+def _chunked_logprobs(*outputs: str) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """(hidden, weight, targets) -> log-probs and what else, in tiles as wide as the trainer's."""
+    columns = _utils()._CHUNKED_LOGPROB_CHUNK_SIZE
+    apply = load("trl.kernels.chunked_logprob").ChunkedLogProbFunction.apply
+    return lambda hidden, weight, targets: apply(hidden, weight, None, targets, 1.0, columns, None, 1.0, outputs)
 
 
 @provider("token_logprobs", "trl selective_log_softmax", "trl", note="CUDA: computes the entropy besides")
 def _selective() -> Function:
     function = _utils().selective_log_softmax
-    return lambda x: {"logp": function(x.logits, x.targets)}
+    return lambda x: {"logp": function(x.view(x.logits), x.view(x.targets)).flatten()}
 
 
 @provider("token_logprobs + entropy", "trl selective_log_softmax_and_entropy", "trl")
@@ -41,8 +40,8 @@ def _selective_entropy() -> Function:
     function = _utils().selective_log_softmax_and_entropy
 
     def run(x: Inputs) -> dict[str, Tensor]:
-        logp, entropy = function(x.logits, x.targets)
-        return {"logp": logp, "entropy": entropy}
+        logp, entropy = function(x.view(x.logits), x.view(x.targets))
+        return {"logp": logp.flatten(), "entropy": entropy.flatten()}
 
     return run
 
@@ -53,7 +52,8 @@ def _logits_loss() -> Function:
 
     def run(x: Inputs) -> dict[str, Tensor]:
         assert x.old_logp is not None
-        return {"loss": clipped_loss(function(x.logits, x.targets), x.old_logp, x.advantages, x.keep)}
+        logp = function(x.view(x.logits), x.view(x.targets), row_mask=x.view(x.mask)).flatten()
+        return {"loss": clipped_loss(logp, x.old_logp, x.advantages, x.keep)}
 
     return run
 
@@ -61,15 +61,15 @@ def _logits_loss() -> Function:
 @provider("linear_token_logprobs", "trl chunked", "trl")
 def _chunked() -> Function:
     apply = _chunked_logprobs()
-    return lambda x: {"logp": apply(x.hidden, x.weight, None, x.targets, 1.0, CHUNK, None, 1.0, ())[0]}
+    return lambda x: {"logp": apply(x.hidden, x.weight, x.targets)[0]}
 
 
 @provider("linear_token_logprobs + entropy", "trl chunked", "trl")
 def _chunked_entropy() -> Function:
-    apply = _chunked_logprobs()
+    apply = _chunked_logprobs("entropy")
 
     def run(x: Inputs) -> dict[str, Tensor]:
-        logp, entropy, *_ = apply(x.hidden, x.weight, None, x.targets, 1.0, CHUNK, None, 1.0, ("entropy",))
+        logp, entropy, *_ = apply(x.hidden, x.weight, x.targets)
         return {"logp": logp, "entropy": entropy}
 
     return run
@@ -83,7 +83,7 @@ def _linear_loss() -> Function:
         assert x.hidden is not None
         assert x.old_logp is not None
         rows = x.mask.nonzero().squeeze(-1)
-        logp = apply(x.hidden[rows], x.weight, None, x.targets[rows], 1.0, CHUNK, None, 1.0, ())[0]
+        logp = apply(x.hidden[rows], x.weight, x.targets[rows])[0]
         return {"loss": clipped_loss(logp, x.old_logp[rows], x.advantages[rows], x.keep[rows])}
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 
 from torch import Tensor
@@ -16,6 +17,12 @@ NO_DUAL_CLIP = 1e9
 
 def _functional() -> ModuleType:
     return load_verl("verl.utils.torch_functional")
+
+
+def _from_logits() -> Callable[[Inputs], Tensor]:
+    """logprobs_from_logits of logits [B, L, V]: without flash-attn its loop goes over the first dimension."""
+    function = _functional().logprobs_from_logits
+    return lambda x: function(x.view(x.logits), x.view(x.targets), inplace_backward=False).flatten()
 
 
 def _algorithms() -> ModuleType:
@@ -41,8 +48,8 @@ def _policy_loss(logp: Tensor, x: Inputs) -> Tensor:
 
 @provider("token_logprobs", "verl logprobs_from_logits", "verl")
 def _logprobs() -> Function:
-    function = _functional().logprobs_from_logits
-    return lambda x: {"logp": function(x.logits, x.targets, inplace_backward=False)}
+    logprobs = _from_logits()
+    return lambda x: {"logp": logprobs(x)}
 
 
 @provider("token_logprobs", "verl logprobs_from_logits_naive", "verl")
@@ -53,13 +60,8 @@ def _logprobs_naive() -> Function:
 
 @provider("token_logprobs + entropy", "verl logprobs_from_logits, entropy_from_logits", "verl")
 def _logprobs_entropy() -> Function:
-    functional = _functional()
-
-    def run(x: Inputs) -> dict[str, Tensor]:
-        logp = functional.logprobs_from_logits(x.logits, x.targets, inplace_backward=False)
-        return {"logp": logp, "entropy": functional.entropy_from_logits(x.logits)}
-
-    return run
+    logprobs, entropy = _from_logits(), _functional().entropy_from_logits
+    return lambda x: {"logp": logprobs(x), "entropy": entropy(x.logits)}
 
 
 @provider("policy_loss", "verl compute_policy_loss_vanilla", "verl", note="3 statistics besides, read on the host")
@@ -75,8 +77,8 @@ def _vanilla() -> Function:
 
 @provider("logits_policy_loss", "verl logprobs_from_logits", "verl")
 def _logits_loss() -> Function:
-    function, _ = _functional().logprobs_from_logits, _algorithms()
-    return lambda x: {"loss": _policy_loss(function(x.logits, x.targets, inplace_backward=False), x)}
+    logprobs, _ = _from_logits(), _algorithms()
+    return lambda x: {"loss": _policy_loss(logprobs(x), x)}
 
 
 def _torch_linear() -> Function:
