@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .config import Config
 from .critic import Critic
+from .mixed_precision import MasterAdamW
 from .models import Policy
 
 
@@ -18,7 +19,7 @@ class Agent:
 
     Args:
         policy: its model; the agent owns the weights.
-        config: its optimisers, AdamW, and its critic.
+        config: its optimisers, AdamW on float32 weights, and its critic.
         has_critic: give it a critic, fresh.
     """
 
@@ -28,8 +29,8 @@ class Agent:
         self.critic = Critic(policy, config.critic) if has_critic else None
         shared = self.critic is not None and self.critic.body is None
         critic_parameters = list(self.critic.parameters()) if self.critic is not None else []
-        self.optimizer = torch.optim.AdamW([*policy.model.parameters(), *(critic_parameters if shared else [])])
-        self.critic_optimizer = torch.optim.AdamW(critic_parameters) if critic_parameters and not shared else None
+        self.optimizer = MasterAdamW([*policy.model.parameters(), *(critic_parameters if shared else [])])
+        self.critic_optimizer = MasterAdamW(critic_parameters) if critic_parameters and not shared else None
         self.set_learning_rates()
 
     def set_learning_rates(self, factor: float = 1.0) -> None:
@@ -81,26 +82,27 @@ class Agent:
         twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
         if self.critic is not None and twin.critic is not None:
             twin.critic.load_state_dict(self.critic.state_dict())
-        if not fresh_optimizer:
-            twin.load_optimizers(self.optimizer_states())
+        twin.load_optimizers(self.optimizer_states(), weights_only=fresh_optimizer)
         return twin
 
-    def optimizer_states(self) -> dict[str, dict[str, object]]:
+    def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """States of the optimisers, tensors and plain values only."""
         states = {"policy": self.optimizer.state_dict()}
         if self.critic_optimizer is not None:
             states["critic"] = self.critic_optimizer.state_dict()
         return states
 
-    def load_optimizers(self, states: dict[str, dict[str, object]]) -> None:
-        """The inverse of `optimizer_states`. Learning rates are the states' own until they are set again."""
-        # load_state_dict may keep references to the tensors it is given.
-        self.optimizer.load_state_dict(copy.deepcopy(states["policy"]))
-        if self.critic_optimizer is not None:
-            self.critic_optimizer.load_state_dict(copy.deepcopy(states["critic"]))
+    def load_optimizers(self, states: dict[str, dict[str, Any]], weights_only: bool = False) -> None:
+        """The inverse of `optimizer_states`; of them only the float32 weights with `weights_only`. Learning rates are
+        the states' own until they are set again."""
+        for name, optimizer in (("policy", self.optimizer), ("critic", self.critic_optimizer)):
+            if optimizer is not None:
+                load = optimizer.load_masters if weights_only else optimizer.load_state_dict
+                load(states[name])
 
 
-def _clip(optimizer: torch.optim.Optimizer, limit: float) -> Tensor:
+def _clip(optimizer: MasterAdamW, limit: float) -> Tensor:
+    optimizer.take_gradients()
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.

@@ -98,6 +98,11 @@ class Config:
                 " lower alpha or raise rollout.tasks"
             )
 
+    @property
+    def rescores(self) -> bool:
+        """Whether log-probs of responses are taken from training forward passes."""
+        return self.rollout.rescore == "on" or (self.rollout.rescore == "auto" and self.policy.dtype != "float32")
+
     def on_policy_tasks(self, alpha: float) -> int:
         """Tasks that are rolled out for one update when a share alpha is replayed: (1 - α)·B."""
         return self.rollout.tasks - round(alpha * self.rollout.tasks)

@@ -154,6 +154,17 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
     raise ConfigError(f"{name} must be of type {expected}, got {value!r}")
 
 
+def flat_settings(config: Config) -> dict[str, Any]:
+    """Every setting by its full name, `section.field`."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        if is_dataclass(getattr(config, name)):
+            flat |= {f"{name}.{field}": part for field, part in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
 def _plain(value: Any) -> Any:
     """Tuples as lists, which YAML's safe dialect knows."""
     if isinstance(value, dict):

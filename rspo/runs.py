@@ -6,7 +6,6 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy)
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from .agent import Agent
 from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
-from .config_io import load_config, save_config
+from .config_io import flat_settings, load_config, save_config
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
@@ -28,6 +27,11 @@ from .trainer import Trainer
 from .warmup import warm_up
 
 CONFIG_FILE = "config.yaml"
+MAY_CHANGE = (
+    "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
+    "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
+)  # fmt: skip
+"""Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
 
 def build_env(config: Config) -> BatchedEnv:
@@ -104,17 +108,16 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
 
 
 def _check_resumable(config: Config, folder: Path) -> None:
-    """A run goes on as what it is; its length, records and optimiser settings may change."""
-    before = load_config(folder / CONFIG_FILE)
-    for name, old, new in (
-        ("method", before.method, config.method),
-        ("base", before.base, config.base),
-        ("critic.backbone", before.critic.backbone, config.critic.backbone),
-        ("env", *(replace(env, workers=0, worker_timeout=1.0) for env in (before.env, config.env))),
-        ("run.seed", before.run.seed, config.run.seed),
-    ):
-        if old != new:
-            raise ConfigError(f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {new!r}")
+    """A run goes on as what it is; what `MAY_CHANGE` names may change."""
+    before, now = (flat_settings(c) for c in (load_config(folder / CONFIG_FILE), config))
+    for name, old in before.items():
+        may_change = name != "run.seed" and name.startswith(MAY_CHANGE)
+        if name == "policy.path":
+            may_change = config.loss.kl_coef == 0  # only the reference still comes from there
+        if old != now[name] and not may_change:
+            raise ConfigError(
+                f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {now[name]!r}"
+            )
 
 
 def how_to_go_on(folder: Path) -> str:

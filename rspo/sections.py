@@ -10,7 +10,7 @@ ESTIMATORS = ("grpo", "rloo", "gigpo", "ppo", "reinforce++")
 METHODS = ("rspo", *ESTIMATORS)
 GROUP_ESTIMATORS = ("grpo", "rloo", "gigpo")
 LAYOUTS = ("per_turn", "conversation")
-PACKING = ("auto", "on", "off")
+SWITCHES = ("auto", "on", "off")
 GAE_LEVELS = ("trajectory", "turn", "token")
 BACKBONES = ("own", "shared")
 SCHEDULES = ("constant", "linear", "cosine")
@@ -76,7 +76,7 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         one_of("policy.dtype", self.dtype, DTYPES)
         one_of("policy.attention", self.attention, ATTENTION)
-        one_of("policy.packing", self.packing, PACKING)
+        one_of("policy.packing", self.packing, SWITCHES)
 
     @property
     def packs(self) -> bool:
@@ -133,11 +133,15 @@ class RolloutConfig:
     """Household's compact actions are two words."""
     max_batch: int = 512
     """Sequences that the model generates at once."""
+    rescore: str = "auto"
+    """Take the log-probs of responses from a training forward pass instead of from generation: "on", "off", or "auto":
+    where the policy is not float32, whose rounding makes the two differ, so that ratios would not begin at 1."""
 
     def __post_init__(self) -> None:
         for name in ("tasks", "group_size", "max_prompt_tokens", "max_response_tokens", "max_batch"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
         positive("rollout.temperature", self.temperature)
+        one_of("rollout.rescore", self.rescore, SWITCHES)
 
 
 @dataclass(frozen=True)

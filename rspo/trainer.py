@@ -29,7 +29,7 @@ from .storage import StorageError
 from .timing import PhaseTimer
 from .tracking import Tracker
 from .trajectory import Trajectory, intact
-from .update import prepare, update
+from .update import prepare, rescore, update
 
 
 class Trainer:
@@ -154,7 +154,11 @@ class Trainer:
                 on_turn=on_turn,
             )
         self.books.count(trajectories)
-        return intact(trajectories)
+        trajectories = intact(trajectories)
+        if self.config.rescores:
+            with self.timer("logprobs"):
+                rescore(agent.policy, trajectories, self.config)
+        return trajectories
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
         """One update of an agent on labelled trajectories: `optimizer.epochs` passes in mini-batches."""

@@ -84,6 +84,15 @@ class Mixture:
         return torch.stack(losses).sum(), stats
 
 
+def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config) -> None:
+    """Set the responses' behaviour log-probs to those of training forward passes under the policy that wrote them."""
+    batch = Batch.from_trajectories(trajectories, config.env.layout).to(policy.device)
+    logp = score(policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    for turn, part in zip(turns, logp.split(batch.turn_lengths.tolist()), strict=True):
+        turn.behavior_logp = part.cpu().numpy()
+
+
 def prepare(
     agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config, reference: Policy | None
 ) -> Batch:

@@ -203,7 +203,7 @@ def test_agent_b_takes_a_copy_of_the_critic() -> None:
     before = {name: p.clone() for name, p in agent.named_parameters()}
     assert all(torch.equal(p, before[name]) for name, p in twin.named_parameters())
     assert twin.critic_optimizer is not None
-    assert len(twin.critic_optimizer.state_dict()["state"]) > 0
+    assert len(twin.critic_optimizer.state_dict()["optimizer"]["state"]) > 0
     update(twin, prepared(twin, config), trajectories(), config, 0.25, np.random.default_rng(0), PhaseTimer())
     assert all(torch.equal(p, before[name]) for name, p in agent.named_parameters())
     assert not all(torch.equal(p, before[name]) for name, p in twin.named_parameters())

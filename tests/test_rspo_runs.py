@@ -245,7 +245,9 @@ def test_resuming_takes_new_optimizer_settings_and_refuses_another_run(start: Pa
     for flags, message in (
         (["method=rspo"], "method of the run in .* is 'grpo' and cannot change on --resume, got 'rspo'"),
         (["run.seed=9"], "run.seed of the run in .* is 0 and cannot change"),
-        (["env.history_length=1"], "env of the run in .* cannot change"),
+        (["env.history_length=1"], "env.history_length of the run in .* is 2 and cannot change on --resume, got 1"),
+        (["loss.clip_low=0.1"], "loss.clip_low of the run in .* cannot change"),
+        (["rollout.temperature=0.5"], "rollout.temperature of the run in .* cannot change"),
     ):
         with pytest.raises(ConfigError, match=message):
             open_run(apply_flags(config, flags), tmp_path, resume=True, progress=False)

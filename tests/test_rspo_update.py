@@ -247,4 +247,4 @@ def test_branching_copies_weights_and_optimizer_state() -> None:
     torch.testing.assert_close(
         [p.detach() for p in agent.policy.model.parameters()], [p.detach() for p in twin.policy.model.parameters()]
     )
-    assert len(agent.branch(fresh_optimizer=True).optimizer.state_dict()["state"]) == 0
+    assert len(agent.branch(fresh_optimizer=True).optimizer.state_dict()["optimizer"]["state"]) == 0
