@@ -1,7 +1,7 @@
 """python -m bench <suite> [--device cpu|cuda] [--quick] [--out DIR] [--peers liger trl ...]
 
 Every suite prints its table and leaves <suite>.json, <suite>.md and, where there is something to see, <suite>.png in
-bench/results/<device>/ (or --out).
+bench/results/<device>/ (or --out; with --quick: runs/bench-quick/).
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import torch
 
 from .report import RESULTS, Report
 
+QUICK = Path("runs/bench-quick")
+"""Where results of --quick go: not over those that the README is made of."""
+
 SUITES = {
     "kernels": "time and peak memory of every op beside its peers",
     "traffic": "bytes that each Triton kernel reads and writes, counted in the interpreter; no GPU",
     "compile": "registers, spills, load widths and instructions of the compiled kernels; no GPU",
     "trainer": "where a GRPO and an RSPO update spend their time",
+    "demo": "what `make demo` shows, over three seeds",
     "paper": "the paper's tables and figures on the household environment",
 }
 """Suites and what they show. The module `bench.<suite>` has:
@@ -41,6 +45,8 @@ def suite(name: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     module = suite(options.suite)
+    if options.quick and options.out is None:
+        options.out = QUICK
     options.keep = lambda so_far: save(module, so_far, options.out, picture=False)
     report: Report = module.run(options)
     print(module.table(report))

@@ -3,7 +3,7 @@
     python -m bench.readme              writes the text between the markers, and the pictures anew
     python -m bench.readme --check      fails where the README is not what the result files say
 
-Every bench/results/*/{kernels,traffic,trainer}.json has its place; a device's `kernels` gives a table of the most
+Every bench/results/*/{demo,kernels,traffic,trainer}.json has its place; a device's `kernels` gives a table of the most
 telling cases. A ratio is the peer's time over ours, each library by its fastest provider that was right; a peer that is
 ahead is in bold.
 """
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read(folder: Path) -> dict[Path, Report]:
     """The reports in the folders of a results folder; GPUs first, then by name."""
-    names = ("kernels", "traffic", "trainer")
+    names = ("demo", "kernels", "traffic", "trainer")
     found = {path: Report.read(path) for name in names for path in folder.glob(f"*/{name}.json")}
     order = sorted(found, key=lambda path: (names.index(path.stem), found[path].device == "cpu", path.parent.name))
     return {path: found[path] for path in order}
@@ -75,7 +75,7 @@ def replaced(text: str, new: str) -> str:
 
 def section(reports: Mapping[Path, Report], base: Path) -> str:
     """What stands between the markers; links are relative to `base`."""
-    makers = {"kernels": kernels, "traffic": traffic, "trainer": trainer}
+    makers = {"demo": demo, "kernels": kernels, "traffic": traffic, "trainer": trainer}
     parts = []
     for path, report in reports.items():
         body = makers[report.suite](report)
@@ -87,6 +87,12 @@ def section(reports: Mapping[Path, Report], base: Path) -> str:
             parts.append(f"![{report.suite}]({folder / path.stem}.png)")
         parts.append(f"{_machine(report)} All of it: [{folder / path.stem}.md]({folder / path.stem}.md).")
     return "\n\n".join(parts) or "No results yet."
+
+
+def demo(report: Report) -> str:
+    """Success of the demo, seed by seed."""
+    note = "Success on 512 episodes of held-out tasks, before training and after it, each seed from a start of its own."
+    return f"**The demo.** {note}\n\n{suite('demo').summary(report)}"
 
 
 def kernels(report: Report) -> str:
