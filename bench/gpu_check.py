@@ -20,8 +20,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,10 +111,11 @@ def run(stage: Stage, folder: Path) -> str:
     began = time.perf_counter()
     output = folder / stage.log if stage.log else None
     with open(output or os.devnull, "wb") as file:
-        process = subprocess.Popen(
-            stage.command, cwd=ROOT, env=variables, start_new_session=True,
-            stdout=file if output else None, stderr=subprocess.STDOUT if output else None,
-        )  # fmt: skip
+        with _heeding_interrupts():
+            process = subprocess.Popen(
+                stage.command, cwd=ROOT, env=variables, start_new_session=True,
+                stdout=file if output else None, stderr=subprocess.STDOUT if output else None,
+            )  # fmt: skip
         late = _wait(process, stage.limit)
     seconds = time.perf_counter() - began
     if output:
@@ -123,6 +124,17 @@ def run(stage: Stage, folder: Path) -> str:
         print("\n".join(text.splitlines()[-40:]), flush=True)
     ended = "passed" if process.returncode == 0 else f"failed (exit status {process.returncode})"
     return f"{'stopped at its time limit' if late else ended} after {seconds:.0f} s"
+
+
+@contextmanager
+def _heeding_interrupts() -> Iterator[None]:
+    """Processes started in the block can be interrupted, also where this one was started in the background of a shell,
+    which makes it and its children deaf to SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _wait(process: subprocess.Popen[bytes], limit: float) -> bool:

@@ -111,6 +111,8 @@ def child(job: dict[str, Any], answer: int) -> int:
 
 
 def main() -> None:
+    # Started in the background of a shell, this process and its children would be deaf to SIGINT, as they should.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     import_module("rspo.plotting")  # for all children
     for line in sys.stdin:
