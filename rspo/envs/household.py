@@ -15,7 +15,6 @@ Two styles of prompt: "compact", for a small word-level model, in which every pr
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -45,16 +44,11 @@ from rspo.envs.household_world import (
     VOCABULARY,
     HouseholdTask,
 )
+from rspo.envs.wording import PROMPT_STYLES, chat_prompt, chat_reply, project_tags, tagged
 
-PROMPT_STYLES = ("compact", "chat")
 SHOWN_THINGS = 3
 COMPACT_OBSERVATION_WORDS = 4 + SHOWN_THINGS
 COMPACT_PROMPT_WORDS = 3 + 2 * (2 + COMPACT_OBSERVATION_WORDS)
-# How much of a response without an action tag is sent as the action: enough for the log to show what was meant.
-TAIL_CHARACTERS = 30
-
-_ACTION_TAG = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-_THINK_TAG = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -152,36 +146,27 @@ class HouseholdEnv(BatchedEnv):
         return observations, rewards, state.won.copy(), state.truncated.copy(), infos
 
     def render_prompt(self, context: PromptContext) -> str:
-        return _compact_prompt(context) if self.prompt_style == "compact" else _chat_prompt(context)
+        return _compact_prompt(context) if self.prompt_style == "compact" else chat_prompt(_ROLE, context)
 
     def render_reply(self, context: PromptContext) -> str:
         if self.prompt_style == "compact":
             return context.observation
-        return (
-            f"Observation: {context.observation}\n"
-            f"Actions you can choose from: {', '.join(context.admissible_actions)}.\n{_HOW_TO_ANSWER}"
-        )
+        return chat_reply(context)
 
     def project(self, response: str) -> tuple[str, bool]:
         """The action in a response and whether it was well formed.
 
-        "compact": the response is the action itself, well formed when it is one of ACTIONS. "chat": the lower-cased
-        text of the first action tag; well formed when that is not empty and there was a thought in its tags. Without
-        an action tag the response's last TAIL_CHARACTERS characters stand in for the action.
+        "compact": the response is the action itself, well formed when it is one of ACTIONS. "chat": see
+        `wording.project_tags`.
         """
         if self.prompt_style == "compact":
             action = " ".join(response.lower().split())
             return action, action in ACTION_IDS
-        text = response.lower()
-        tag = _ACTION_TAG.search(text)
-        if tag is None:
-            return text[-TAIL_CHARACTERS:], False
-        action = " ".join(tag.group(1).split())
-        return action, bool(action) and _THINK_TAG.search(text) is not None
+        return project_tags(response)
 
     def render_action(self, action: str) -> str:
         """A response that `project` turns into the given action."""
-        return action if self.prompt_style == "compact" else f"<think></think><action>{action}</action>"
+        return action if self.prompt_style == "compact" else tagged(action)
 
     def snapshot(self) -> HouseholdState:
         """A copy of the state of all episodes. Raises RuntimeError before the first reset."""
@@ -296,9 +281,10 @@ class HouseholdEnv(BatchedEnv):
         return observations, infos
 
 
-_HOW_TO_ANSWER = (
-    "First reason step by step about what to do next, inside <think> </think>. "
-    "Then give exactly one of the actions above, inside <action> </action>."
+_ROLE = (
+    "You are a careful household robot, at work in a home where things must be found before they can be used.",
+    "You carry one thing at a time. Some places must be opened before you see or reach what is inside. "
+    "Clean at the sink, heat at the microwave, cool at the fridge, with the thing in your hands.",
 )
 _NO_TURN = " ".join(["none"] * (2 + COMPACT_OBSERVATION_WORDS))
 _WORDS = frozenset(VOCABULARY)
@@ -320,32 +306,6 @@ def _compact_prompt(context: PromptContext) -> str:
     observations = [observation for observation, _ in context.history] + [context.observation]
     turns = [f"{action} {observation}" for action, observation in zip(actions, observations, strict=True)][-2:]
     return " ".join([context.task] + [_NO_TURN] * (2 - len(turns)) + turns)
-
-
-def _chat_prompt(context: PromptContext) -> str:
-    """Role, rules, task, the last turns, the current observation, admissible actions, and how to answer."""
-    lines = [
-        "You are a careful household robot, at work in a home where things must be found before they can be used.",
-        "You carry one thing at a time. Some places must be opened before you see or reach what is inside. "
-        "Clean at the sink, heat at the microwave, cool at the fridge, with the thing in your hands.",
-        f"Your task: {context.task}",
-        "",
-        f"Actions taken so far: {context.turn}.",
-    ]
-    if context.history:
-        lines.append("Your most recent turns, oldest first:")
-        first = context.turn - len(context.history) + 1
-        lines.extend(
-            f"Turn {first + i}. Observation: {observation} Action: {action}"
-            for i, (observation, action) in enumerate(context.history)
-        )
-    lines += [
-        f"Turn {context.turn + 1}, now. Observation: {context.observation}",
-        f"Actions you can choose from: {', '.join(context.admissible_actions)}.",
-        "",
-        _HOW_TO_ANSWER,
-    ]
-    return "\n".join(lines)
 
 
 __all__ = [
