@@ -31,8 +31,8 @@ from transformers.utils import logging as transformers_logging
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
 from rspo.envs.household import VOCABULARY
-from rspo.models import tiny_policy
 from rspo.runs import build_env, open_run, set_threads
+from rspo.small_models import tiny_policy
 from rspo.warmup import warm_up
 
 from .report import Report, environment, markdown

@@ -13,20 +13,19 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
-from .config import ESTIMATORS, METHODS, PRESETS, SPLITS, Config, ConfigError
+from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
 from .envs.base import WorkerError
-from .envs.household import VOCABULARY
 from .evaluate import evaluate
 from .interruption import Interrupted, interruptible
-from .models import Policy, tiny_policy
-from .randomness import named_seed
+from .models import Policy
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, how_to_go_on, open_run, set_threads, trained_policy
+from .runs import CONFIG_FILE, build_env, check_split, how_to_go_on, open_run, set_threads, trained_policy
 from .storage import StorageError, writing
 from .summary import summary_table
+from .warmup import fresh_policy
 
 _Commands = Any  # argparse names the type of add_subparsers' result only privately
 
@@ -91,7 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument(
         "--temperature", type=float, action="append", metavar="T", help="sampling temperature; may be repeated"
     )
-    evaluation.add_argument("--split", choices=SPLITS, help="eval: held-out tasks (default)")
+    evaluation.add_argument(
+        "--split",
+        metavar="NAME",
+        help="of the environment's tasks: eval, held-out ones (default), train, or another it has",
+    )
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
@@ -266,6 +269,7 @@ def _eval(parsed: argparse.Namespace) -> None:
     set_threads(config)
     policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
     with closing(build_env(config)) as env:
+        check_split(env, config)
         evaluation = evaluate(policy, env, config, progress=True)
     print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
 
@@ -287,7 +291,7 @@ def _collect(parsed: argparse.Namespace) -> None:
         policy = Policy.load(config.policy.path, config.policy)
     else:
         expert_of(env)
-        policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
+        policy = fresh_policy(env, config)
     try:
         summary = collect(
             env,

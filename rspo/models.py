@@ -10,23 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rspo_kernels import token_logprobs
 
 from .batch import Batch
 from .config import ConfigError, PolicyConfig
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
 
@@ -218,43 +209,6 @@ def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int) -> 
         chosen = torch.isin(batch.token_row, rows)
         result[chosen] = policy.logprobs(batch.select(rows), temperature)[0]
     return result
-
-
-def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:
-    """A fresh model of two layers and width 64 (85 thousand weights) over a vocabulary of words.
-
-    Of type Llama, which is Qwen2 without biases: transformers 5 gives every Qwen2 folder Qwen2's own tokenizer,
-    whatever tokenizer was saved in it.
-    """
-    words = [PAD, EOS, UNK, *(word for word in vocabulary if word not in (PAD, EOS, UNK))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        model_max_length=max_length,
-        clean_up_tokenization_spaces=False,
-    )
-    shape = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=max_length,
-        initializer_range=0.1,  # transformers' 0.02 is meant for widths of thousands; cloning then takes twice as long
-        tie_word_embeddings=True,
-        pad_token_id=words.index(PAD),
-        bos_token_id=None,
-        eos_token_id=words.index(EOS),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention)
-    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), tokenizer, config.packs)
 
 
 def _cache_argument(model: nn.Module) -> str:

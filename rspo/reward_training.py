@@ -17,10 +17,11 @@ from torch import Tensor
 
 from .config import Config, ConfigError, RewardModelConfig
 from .conversations import Reading
-from .models import Policy, tiny_policy
+from .models import Policy
 from .randomness import named_generator, named_seed
 from .reward_model import RewardModel, micro_batches
 from .rewards import NonFiniteError
+from .small_models import tiny_policy
 from .tracking import Tracker
 from .trajectory import Trajectory
 

@@ -45,6 +45,16 @@ def build_env(config: Config) -> BatchedEnv:
         raise ConfigError(f"env.name={config.env.name!r} with env.options={config.env.options}: {error}") from error
 
 
+def check_split(env: BatchedEnv, config: Config) -> None:
+    """Raises ConfigError where the environment has no tasks of the split that evaluations take."""
+    try:
+        tasks = env.tasks(config.evaluation.split)
+    except ValueError as error:
+        raise ConfigError(f"evaluation.split={config.evaluation.split!r}: {error}") from error
+    if not tasks:
+        raise ConfigError(f"evaluation.split={config.evaluation.split!r}: {config.env.name} has no tasks of it")
+
+
 def set_threads(config: Config) -> None:
     """Give PyTorch the configured number of CPU threads, for the whole process."""
     if config.run.threads is not None:
@@ -81,6 +91,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     set_threads(config)
     _check_device(config)
     env = build_env(config)
+    check_split(env, config)
     # What cannot be trained on is found out before the start policy is made.
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))

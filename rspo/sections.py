@@ -24,7 +24,6 @@ LEARNED_REWARD_SCALE = 10.0
 SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DTYPES = ("float32", "bfloat16", "float16")
-SPLITS = ("train", "eval")
 REPORTERS = ("tensorboard",)
 
 
@@ -63,7 +62,8 @@ class PolicyConfig:
     """The causal language model that acts."""
 
     path: str | None = None
-    """Folder of a saved transformers model. None: a tiny model for household, warmed up by behaviour cloning."""
+    """Folder of a saved transformers model. None: a small model from scratch, warmed up by behaviour cloning of
+    the environment's scripted expert."""
     dtype: str = "float32"
     attention: str = "sdpa"
     device: str = "cpu"
@@ -86,11 +86,17 @@ class PolicyConfig:
 
 @dataclass(frozen=True)
 class WarmupConfig:
-    """Behaviour cloning of the tiny model to a start policy that seldom succeeds (`rspo.warmup`).
+    """Behaviour cloning of a small model to a start policy that seldom succeeds (`rspo.warmup`).
 
     The start matters: at 0.2 % nothing is learned from outcomes, at 3 % all methods look alike.
     """
 
+    width: int = 64
+    """Of the model's hidden states, a multiple of 16."""
+    layers: int = 2
+    pieces: int = 1024
+    """Vocabulary of its tokenizer where the environment does not list its words: pieces of text learned from
+    demonstrations, 259 at least."""
     trajectories: int = 2500
     expert_rate: float = 0.5
     """Probability that a step of a demonstration is the expert's; otherwise it is random."""
@@ -109,8 +115,11 @@ class WarmupConfig:
 
     def __post_init__(self) -> None:
         fraction("warmup.expert_rate", self.expert_rate)
-        for name in ("trajectories", "batch_rows", "max_updates", "check_every", "check_episodes"):
+        for name in ("layers", "trajectories", "batch_rows", "max_updates", "check_every", "check_episodes"):
             at_least(f"warmup.{name}", getattr(self, name), 1)
+        at_least("warmup.pieces", self.pieces, 259)
+        if self.width < 16 or self.width % 16:
+            raise ConfigError(f"warmup.width must be a multiple of 16, got {self.width}")
         positive("warmup.learning_rate", self.learning_rate)
         betas("warmup.betas", self.betas)
         for name in ("band", "held_out_band"):
@@ -385,6 +394,7 @@ class EvaluationConfig:
     """Sampling temperatures. The first is the main one: its success rate is the record's plain `success`, that of
     another T is `success@T`."""
     split: str = "eval"
+    """Of the environment's tasks: every environment has "train" and "eval", some have more."""
     transcripts: int = 4
     """Episodes of each evaluation that are written out as text, the same ones every time; 0: none."""
 
@@ -395,7 +405,6 @@ class EvaluationConfig:
             raise ConfigError(f"evaluation.temperatures must be one or more different numbers, got {self.temperatures}")
         for temperature in self.temperatures:
             positive("evaluation.temperatures", temperature)
-        one_of("evaluation.split", self.split, SPLITS)
         at_least("evaluation.transcripts", self.transcripts, 0)
 
 

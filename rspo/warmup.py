@@ -1,6 +1,6 @@
-"""A start policy for household: behaviour cloning of a poor demonstrator until episodes seldom succeed.
+"""A start policy: behaviour cloning of a poor demonstrator until episodes seldom succeed.
 
-The demonstrator takes the scripted expert's step with a small probability and a random one otherwise. The policy that
+The demonstrator takes the scripted expert's step with some probability and a random one otherwise. The policy that
 imitates it knows how actions are written and what follows what, and now and then brings a task to its end. Training
 stops when the success rate is measured inside the band: the number of updates that it takes depends on the seed.
 Everything follows from the seed.
@@ -14,32 +14,31 @@ from tqdm import tqdm
 
 from .batch import Batch
 from .config import Config, ConfigError
-from .engines import ScriptedEngine
+from .engines import Scripted, ScriptedEngine
 from .envs.base import BatchedEnv
-from .envs.household import VOCABULARY, HouseholdEnv
 from .evaluate import play
 from .layouts import make_layout
-from .models import Policy, tiny_policy
+from .models import Policy
 from .randomness import named_generator, named_seed
 from .rollout import rollout
+from .small_models import piece_tokenizer, small_policy, word_tokenizer
 from .trajectory import Trajectory
 
 BISECTIONS = 8
+TEXTS = 256
+"""Demonstrations that a tokenizer is learned from."""
 BELOW, INSIDE, ABOVE = -1, 0, 1
 
 
 def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[Policy, float]:
-    """A fresh tiny policy, cloned to `config.warmup.band`, and its measured success rate.
+    """A fresh small policy, cloned to `config.warmup.band`, and its measured success rate.
 
-    Raises ConfigError for an environment without an expert and vocabulary, or when the band was not reached.
+    Raises ConfigError for an environment without an expert, or when the band was not reached.
     """
-    if not isinstance(env, HouseholdEnv):
-        raise ConfigError(
-            f"{type(env).__name__} has no scripted expert to warm up a policy with; set policy.path to a model folder"
-        )
     settings = config.warmup
-    policy = tiny_policy(VOCABULARY, named_seed(config.run.seed, "model"), config.policy)
-    batch = Batch.from_trajectories(demonstrations(env, policy, config), config.env.layout).to(policy.device)
+    policy = fresh_policy(env, config)
+    played = demonstrations(env, policy, config, settings.trajectories)
+    batch = Batch.from_trajectories(played, config.env.layout).to(policy.device)
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
     )
@@ -119,13 +118,37 @@ def _side(success: float, band: tuple[float, float]) -> int:
     return BELOW if success < band[0] else ABOVE if success > band[1] else INSIDE
 
 
-def demonstrations(env: HouseholdEnv, policy: Policy, config: Config) -> list[Trajectory]:
-    """Episodes on training tasks in which a step is the expert's with probability `warmup.expert_rate`."""
+def fresh_policy(env: BatchedEnv, config: Config) -> Policy:
+    """An untrained policy of `warmup.width` and `warmup.layers` over the environment's words; where it does not list
+    them, over `warmup.pieces` pieces of text, learned from demonstrations."""
     settings = config.warmup
+    seed = named_seed(config.run.seed, "model")
+    words = env.vocabulary()
+    if words is not None:
+        tokenizer = word_tokenizer(words)
+    else:
+        by_bytes = small_policy(piece_tokenizer([], 0), seed, config.policy, width=16, layers=1)
+        played = demonstrations(env, by_bytes, config, min(settings.trajectories, TEXTS))
+        turns = [turn for trajectory in played for turn in trajectory.turns]
+        prompts = by_bytes.decode([turn.prompt_ids for turn in turns])
+        responses = by_bytes.decode([turn.response_ids for turn in turns])
+        tokenizer = piece_tokenizer([*prompts, *responses], settings.pieces)
+    length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    return small_policy(tokenizer, seed, config.policy, width=settings.width, layers=settings.layers, max_length=length)
+
+
+def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int) -> list[Trajectory]:
+    """Episodes on training tasks in which a step is the expert's with probability `warmup.expert_rate`. Raises
+    ConfigError for an environment without an expert."""
+    settings = config.warmup
+    if not isinstance(env, Scripted):
+        raise ConfigError(
+            f"{type(env).__name__} has no scripted expert to warm up a policy with; set policy.path to a model folder"
+        )
     rng = named_generator(config.run.seed, "demonstrations")
     tasks = env.tasks("train")
-    chosen = [tasks[i] for i in rng.integers(len(tasks), size=settings.trajectories)]
-    seeds = rng.integers(2**31, size=settings.trajectories).tolist()
+    chosen = [tasks[i] for i in rng.integers(len(tasks), size=count)]
+    seeds = rng.integers(2**31, size=count).tolist()
     return rollout(
         env,
         ScriptedEngine(env, policy, config.rollout, settings.expert_rate, rng),

@@ -11,7 +11,8 @@ from rspo_parity import ParityEnv
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
 from rspo.envs.household import VOCABULARY
-from rspo.models import Policy, tiny_policy
+from rspo.models import Policy
+from rspo.small_models import tiny_policy
 from rspo.trajectory import Trajectory, Turn
 
 __all__ = ["ParityEnv", "copies", "make_trajectory", "small_config", "small_policy"]

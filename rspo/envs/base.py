@@ -90,6 +90,11 @@ class BatchedEnv(ABC):
         """The text that answers an action in a conversation; by default the observation."""
         return context.observation
 
+    def vocabulary(self) -> Sequence[str] | None:
+        """All words of prompts and actions, where they are made of words with white space between them and are few
+        enough for a small model from scratch; None where not."""
+        return None
+
     @abstractmethod
     def project(self, response: str) -> tuple[str, bool]:
         """The action in a model's response, and whether the response was well formed."""

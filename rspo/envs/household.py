@@ -168,6 +168,9 @@ class HouseholdEnv(BatchedEnv):
         """A response that `project` turns into the given action."""
         return action if self.prompt_style == "compact" else tagged(action)
 
+    def vocabulary(self) -> tuple[str, ...] | None:
+        return VOCABULARY if self.prompt_style == "compact" else None
+
     def snapshot(self) -> HouseholdState:
         """A copy of the state of all episodes. Raises RuntimeError before the first reset."""
         return self._started("snapshot").copy()

@@ -200,6 +200,9 @@ class WorkerEnv(BatchedEnv):
     def render_reply(self, context: PromptContext) -> str:
         return self.local.render_reply(context)
 
+    def vocabulary(self) -> Sequence[str] | None:
+        return self.local.vocabulary()
+
     def project(self, response: str) -> tuple[str, bool]:
         return self.local.project(response)
 

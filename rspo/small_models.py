@@ -1,0 +1,85 @@
+"""Small models from scratch, for environments whose bare facts they can read: a tokenizer and a few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from .config import PolicyConfig
+from .models import Policy
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+SPECIAL = (PAD, EOS, UNK)
+
+
+def word_tokenizer(vocabulary: Iterable[str]) -> Tokenizer:
+    """One token a word; words are what stands between white space, and are joined by a space."""
+    words = [*SPECIAL, *(word for word in vocabulary if word not in SPECIAL)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def piece_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
+    """Byte-pair encoding with `size` pieces (at least 259: all bytes are among them), learned from texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def small_policy(
+    tokenizer: Tokenizer,
+    seed: int,
+    config: PolicyConfig,
+    *,
+    width: int = 64,
+    layers: int = 2,
+    max_length: int = 128,
+) -> Policy:
+    """A fresh model with heads of 16 numbers, behind a tokenizer that knows SPECIAL.
+
+    Of type Llama, which is Qwen2 without biases: transformers 5 gives every Qwen2 folder Qwen2's own tokenizer,
+    whatever tokenizer was saved in it.
+    """
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    shape = LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 16,
+        num_key_value_heads=width // 16,
+        max_position_embeddings=max_length,
+        initializer_range=0.1,  # transformers' 0.02 is meant for widths of thousands; cloning then takes twice as long
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.token_to_id(PAD),
+        bos_token_id=None,
+        eos_token_id=tokenizer.token_to_id(EOS),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention)
+    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), fast, config.packs)
+
+
+def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:
+    """A fresh model of two layers and width 64 (85 thousand weights) over a vocabulary of words."""
+    return small_policy(word_tokenizer(vocabulary), seed, config, max_length=max_length)
