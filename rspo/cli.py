@@ -1,9 +1,10 @@
-"""The command line: `rspo train`, `rspo eval`, `rspo collect`, `rspo reward-model`, `rspo plot`."""
+"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -19,6 +20,7 @@ from .envs.base import WorkerError
 from .evaluate import evaluate
 from .interruption import Interrupted, interruptible
 from .models import Policy
+from .play import Game, choose_task, play_game
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
@@ -34,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, or 2 for a wrong setting or what cannot be read or written, 1 for a run that
     failed, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
     parsed = _parser().parse_args(arguments)
+    # Class paths of one's own are found where the command is given; last, so that nothing installed is shadowed.
+    sys.path.append(os.getcwd())
     # Loading a tiny model many times would draw its own bars over the run's.
     transformers_logging.disable_progress_bar()
     try:
@@ -126,6 +130,8 @@ def _parser() -> argparse.ArgumentParser:
     summary.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folders")
     summary.add_argument("--labels", nargs="+", help="one for each run, as for plot")
     summary.set_defaults(command=_summary)
+
+    _add_play(commands)
     return parser
 
 
@@ -181,6 +187,21 @@ def _add_reward_model(commands: _Commands) -> None:
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(parser, training=False)
     parser.set_defaults(command=_reward_model)
+
+
+def _add_play(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "play",
+        help="act in an environment oneself",
+        description="One episode at the terminal: shows what the agent sees and takes actions from the keyboard, or"
+        " from a script's lines; with --expert the environment's scripted expert acts.",
+    )
+    parser.add_argument("--expert", action="store_true", help="the expert acts")
+    parser.add_argument("--split", default="train", metavar="NAME", help="of the tasks (default: train)")
+    parser.add_argument("--task", type=int, metavar="N", help="number of the task in its split (default: a random one)")
+    parser.add_argument("--json", action="store_true", help="one JSON object a turn, for scripts")
+    _add_settings(parser, training=False)
+    parser.set_defaults(command=_play)
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
@@ -340,6 +361,16 @@ def _plot(parsed: argparse.Namespace) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(written)
+
+
+def _play(parsed: argparse.Namespace) -> None:
+    config = _settings(parsed)
+    with closing(build_env(config)) as env:
+        number, task, count = choose_task(env, parsed.split, parsed.task, config.run.seed)
+        game = Game(env, task, config.run.seed, config.env.history_length)
+        if not parsed.json:
+            print(f"{config.env.name}: task {number} of {count} (split {parsed.split!r}), seed {config.run.seed}")
+        play_game(game, expert=parsed.expert, as_json=parsed.json)
 
 
 def _summary(parsed: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
     """
     settings = config.warmup
     policy = fresh_policy(env, config)
-    played = demonstrations(env, policy, config, settings.trajectories)
+    played = demonstrations(env, policy, config)
     batch = Batch.from_trajectories(played, config.env.layout).to(policy.device)
     optimizer = torch.optim.AdamW(
         policy.model.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=0.0
@@ -137,14 +137,15 @@ def fresh_policy(env: BatchedEnv, config: Config) -> Policy:
     return small_policy(tokenizer, seed, config.policy, width=settings.width, layers=settings.layers, max_length=length)
 
 
-def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int) -> list[Trajectory]:
-    """Episodes on training tasks in which a step is the expert's with probability `warmup.expert_rate`. Raises
-    ConfigError for an environment without an expert."""
+def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int | None = None) -> list[Trajectory]:
+    """`count` (or `warmup.trajectories`) episodes on training tasks in which a step is the expert's with probability
+    `warmup.expert_rate`. Raises ConfigError for an environment without an expert."""
     settings = config.warmup
     if not isinstance(env, Scripted):
         raise ConfigError(
             f"{type(env).__name__} has no scripted expert to warm up a policy with; set policy.path to a model folder"
         )
+    count = settings.trajectories if count is None else count
     rng = named_generator(config.run.seed, "demonstrations")
     tasks = env.tasks("train")
     chosen = [tasks[i] for i in rng.integers(len(tasks), size=count)]
