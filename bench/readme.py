@@ -1,11 +1,11 @@
-"""The README's figures, made of the committed result files, so that neither can say what the other does not.
+"""The documentation's figures, made of the committed result files, so that neither can say what the other does not.
 
     python -m bench.readme              writes the text between the markers, and the pictures anew
-    python -m bench.readme --check      fails where the README is not what the result files say
+    python -m bench.readme --check      fails where a page is not what the result files say
 
-Every bench/results/*/{demo,kernels,traffic,trainer}.json has its place; a device's `kernels` gives a table of the most
-telling cases. A ratio is the peer's time over ours, each library by its fastest provider that was right; a peer that is
-ahead is in bold.
+Every bench/results/*/{demo,kernels,traffic,trainer}.json has its place in the README; a device's `kernels` gives a
+table of the most telling cases. `paper.json` fills docs/reproduction.md. A ratio is the peer's time over ours, each
+library by its fastest provider that was right; a peer that is ahead is in bold.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from .report import RESULTS, Report, markdown
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+REPRODUCTION = ROOT / "docs" / "reproduction.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
+SUITES = ("demo", "kernels", "traffic", "trainer")
+"""Of the README."""
 OURS = "rspo_kernels"
 LIBRARIES = {
     "eager": "PyTorch",
@@ -43,24 +46,26 @@ Row = Mapping[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    reports = read(options.results)
+    reports, papers = read(options.results), read(options.results, ("paper",))
     if not options.check:
-        for path, report in reports.items():
+        for path, report in [*reports.items(), *papers.items()]:
             if hasattr(suite(report.suite), "plot"):
                 suite(report.suite).plot(report, path.with_suffix(".png"))
-    text = options.readme.read_text(encoding="utf-8")
-    wanted = replaced(text, section(reports, options.readme.parent))
-    if not options.check:
-        options.readme.write_text(wanted, encoding="utf-8")
-    elif text != wanted:
-        print(f"{options.readme} is not what the result files say; `make bench-report` writes it", file=sys.stderr)
-        return 1
-    return 0
+    new = {options.readme: section(reports, options.readme.parent), options.reproduction: reproduction(papers)}
+    stale = 0
+    for page, content in new.items():
+        text = page.read_text(encoding="utf-8")
+        wanted = replaced(text, content)
+        if not options.check:
+            page.write_text(wanted, encoding="utf-8")
+        elif text != wanted:
+            print(f"{page} is not what the result files say; `make bench-report` writes it", file=sys.stderr)
+            stale = 1
+    return stale
 
 
-def read(folder: Path) -> dict[Path, Report]:
-    """The reports in the folders of a results folder; GPUs first, then by name."""
-    names = ("demo", "kernels", "traffic", "trainer")
+def read(folder: Path, names: Sequence[str] = SUITES) -> dict[Path, Report]:
+    """The reports of suites in the folders of a results folder; GPUs first, then by name."""
     found = {path: Report.read(path) for name in names for path in folder.glob(f"*/{name}.json")}
     order = sorted(found, key=lambda path: (names.index(path.stem), found[path].device == "cpu", path.parent.name))
     return {path: found[path] for path in order}
@@ -69,7 +74,7 @@ def read(folder: Path) -> dict[Path, Report]:
 def replaced(text: str, new: str) -> str:
     """The text with something else between the markers. Raises ValueError where they are not there once each."""
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the README needs one {BEGIN} and after it one {END}")
+        raise ValueError(f"a page needs one {BEGIN} and after it one {END}")
     return f"{text[: text.index(BEGIN)]}{BEGIN}\n\n{new}\n\n{text[text.index(END) :]}"
 
 
@@ -87,6 +92,12 @@ def section(reports: Mapping[Path, Report], base: Path) -> str:
             parts.append(f"![{report.suite}]({folder / path.stem}.png)")
         parts.append(f"{_machine(report)} All of it: [{folder / path.stem}.md]({folder / path.stem}.md).")
     return "\n\n".join(parts) or "No results yet."
+
+
+def reproduction(reports: Mapping[Path, Report]) -> str:
+    """The paper suite's tables, a level below the page's own headings."""
+    tables = [suite("paper").table(report).partition("\n")[2].replace("\n## ", "\n### ") for report in reports.values()]
+    return "\n\n".join(table.strip() for table in tables) or "No results yet."
 
 
 def demo(report: Report) -> str:
@@ -239,6 +250,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
     parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--reproduction", type=Path, default=REPRODUCTION)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
 
