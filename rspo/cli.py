@@ -226,6 +226,7 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
     if base is None or parsed.preset is not None:
         named = method_names(parsed.config) if parsed.config else {}
         chosen = {"method": method, "base": getattr(parsed, "base", None)}
+        chosen |= {name: value for name, _, value in (flag.partition("=") for flag in parsed.set) if name in chosen}
         named |= {name: value for name, value in chosen.items() if value is not None}
         base = preset(parsed.preset or "default", **named)
     config = load_config(parsed.config, base) if parsed.config else base

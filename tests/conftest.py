@@ -6,6 +6,8 @@ Without a CUDA device the Triton kernels run in Triton's interpreter, which must
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -52,3 +54,22 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(scans, "BLOCK", 8)
         monkeypatch.setattr(whiten, "BLOCK", 32)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread of PyTorch, with which runs are repeatable bit for bit."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved start policy for household, untrained."""
+    from rspo_toys import small_policy
+
+    folder = tmp_path_factory.mktemp("start")
+    small_policy().save(folder)
+    return folder

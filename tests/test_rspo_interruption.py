@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rspo_toys import ParityEnv, small_config, small_policy
+from rspo_toys import ParityEnv, small_config
 
 from rspo.agent import Agent
 from rspo.checkpoint import list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
@@ -29,6 +29,8 @@ from rspo.runs import open_run
 from rspo.storage import StorageError, new_folder, remove_folder, tidy, write_text
 from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PARITY = [
     "env.name=rspo_toys:ParityEnv",
@@ -42,21 +44,6 @@ PARITY = [
     "optimizer.warmup_updates=1",
 ]
 METHODS = {"grpo": [], "ppo": ["base=ppo"], "history": ["swap.source=history"]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("start")
-    small_policy().save(folder)
-    return folder
 
 
 class Forks:

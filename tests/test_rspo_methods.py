@@ -10,6 +10,7 @@ import pytest
 import torch
 from rspo_toys import make_trajectory, small_config, small_policy
 
+from rspo import cli
 from rspo.agent import Agent
 from rspo.batch import Batch
 from rspo.cli import main
@@ -32,14 +33,6 @@ SMALL = [
 GROUPED = ["rollout.tasks=4", "rollout.group_size=2", "swap.buffer_tasks=3"]
 ONE_STEP = ["optimizer.minibatches=1"]
 SINGLE = ["rollout.tasks=8", "rollout.group_size=1", "swap.buffer_tasks=6"]
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved start policy, untrained."""
-    folder = tmp_path_factory.mktemp("start")
-    small_policy().save(folder)
-    return folder
 
 
 def run(config: Config, folder: Path) -> list[dict[str, Any]]:
@@ -96,6 +89,12 @@ def test_methods_through_the_command_line(start: Path, tmp_path: Path) -> None:
     config = load_config(out / "config.yaml")
     assert (config.method, config.base, config.title) == ("rspo", "gigpo", "RSPO+GiGPO")
     assert main(["train", "--resume", "--out", str(out), "--base", "rloo", "--quiet"]) == 2
+
+
+@pytest.mark.parametrize("how", [["--base", "ppo"], ["--set", "base=ppo"], ["--method", "grpo", "--set", "method=ppo"]])
+def test_the_preset_is_the_methods_however_it_is_named(how: list[str]) -> None:
+    config = cli._settings(cli._parser().parse_args(["train", *how]))
+    assert (config.rollout.tasks, config.rollout.group_size) == (128, 1)
 
 
 def test_ppo_takes_as_many_trajectories_without_groups(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,19 +33,13 @@ from rspo.tracking import read_metrics
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WORDS = ("go", "take", "put", "open", "clean")
 CHAT = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def talk(index: int, turns: int = 4, rng_seed: int = 0) -> Trajectory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,8 @@ from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
 from rspo.warmup import INSIDE, demonstrations, measure, warm_up
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = [
     "rollout.tasks=4",
     "rollout.group_size=2",
@@ -38,22 +39,6 @@ SMALL = [
     "evaluation.episodes=8",
     "env.options={max_turns: 3}",
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved start policy, untrained."""
-    folder = tmp_path_factory.mktemp("start")
-    small_policy().save(folder)
-    return folder
 
 
 def run(config: Config, folder: Path, resume: bool = False) -> Trainer:

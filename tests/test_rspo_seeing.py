@@ -32,14 +32,6 @@ DOCS = Path(__file__).parent.parent / "docs" / "training.md"
 SHORT = ["env.options={max_turns: 3}", "rollout.group_size=2", "run.steps=2"]
 
 
-@pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved start policy, untrained."""
-    folder = tmp_path_factory.mktemp("start")
-    small_policy().save(folder)
-    return folder
-
-
 def run(config: Config, folder: Path, resume: bool = False) -> Trainer:
     trainer = open_run(config, folder, resume=resume, progress=False)
     try:

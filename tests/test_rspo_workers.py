@@ -31,18 +31,12 @@ from rspo.runs import build_env, open_run
 from rspo.tracking import read_metrics, without_timings
 from rspo.trajectory import intact
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TASKS = ["pick", "clean", "go", "open", "take", "put"]
 FAULTY = "rspo_faulty_envs:FaultyEnv"
 # Episodes of ParityEnv with these seeds last 4, 4, 3, 4, 4, 1 turns.
 SEEDS = [3, 7, 2, 3, 3, 0]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
