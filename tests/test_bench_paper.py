@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 from rspo_toys import small_policy
 
-from bench.paper.execute import COLUMNS, execute, start_folder
+from bench.execute import COLUMNS, execute, start_folder
 from bench.paper.plan import EQUAL_TRAJECTORIES, FRESH_SEEDS, PAPER_SEEDS, STARTS, STEPS, Spec, plan, quick_plan
 from bench.paper.tables import ABLATIONS, CENTERS, ablation_table, center_table, equal_cost_table, main_table
-from rspo.config import default_config
-from rspo.config_io import apply_flags
 
 FIRST, SECOND = STARTS
 
@@ -40,8 +38,8 @@ def test_the_plan_has_every_seed_once_and_settings_that_exist() -> None:
     specs = plan()
     assert len({spec.key for spec in specs}) == len(specs)
     for spec in {(s.method, s.base, s.flags): s for s in specs}.values():
-        config = apply_flags(default_config(spec.method, spec.base), spec.settings)
-        assert config.run.steps == spec.steps
+        config = spec.config(Path("start"))
+        assert (config.run.steps, config.run.seed, config.policy.path) == (spec.steps, spec.seed, "start")
     by_start = {start: {s.seed for s in specs if s.start == start and s.base == "ppo"} for start in STARTS}
     assert by_start == {FIRST: set(PAPER_SEEDS), SECOND: set(FRESH_SEEDS)}
     for flags in CENTERS.values():
@@ -75,7 +73,7 @@ def test_a_finished_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mo
     flags = ("rollout.tasks=2", "rollout.group_size=2", "env.options={max_turns: 2}", "evaluation.episodes=4")
     specs = [Spec("grpo", "grpo", FIRST, seed, steps=1, flags=flags) for seed in range(8)]
     for spec in specs:
-        small_policy().save(start_folder(FIRST, spec.seed, tmp_path) / "start")
+        small_policy().save(start_folder(spec, tmp_path) / "start")
 
     def stop(rows: list[dict[str, Any]]) -> None:
         raise Stopped

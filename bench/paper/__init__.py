@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..execute import execute
 from ..report import RESULTS, Report, environment
-from .execute import execute
 from .pictures import draw
 from .plan import FRESH_SEEDS, PAPER_SEEDS, STARTS, plan, quick_plan
 from .tables import (

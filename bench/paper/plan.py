@@ -9,7 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rspo.config import Config, default_config
+from rspo.config_io import apply_flags
 
 PAPER_SEEDS = (0, 200, 400)
 FRESH_SEEDS = (1001, 1002, 1003, 1004, 1005)
@@ -55,6 +60,21 @@ class Spec:
         method = f"rspo-{self.base}" if self.method == "rspo" else self.method
         changed = [flag.partition(".")[2] for flag in self.flags]
         return "_".join([method, *changed, f"start{self.start[:3]}", f"seed{self.seed}", digest])
+
+    @property
+    def start_name(self) -> str:
+        return f"{self.start[:3]}-{self.seed}"
+
+    @property
+    def start_config(self) -> Config:
+        return apply_flags(default_config(), [f"run.seed={self.seed}", *STARTS[self.start]])
+
+    def config(self, start: Path) -> Config:
+        return apply_flags(default_config(self.method, self.base), [*self.settings, f"policy.path={start}"])
+
+    def head(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {**values, "flags": list(values["flags"])}
 
 
 # The loss of replayed tokens: the paper's unbounded shift, and what bounds or drops it.

@@ -1,4 +1,5 @@
-"""Runs a plan over several processes; what is finished is kept, what broke off goes on from its checkpoint."""
+"""Runs a plan of training runs over several processes; what is finished is kept, what broke off goes on from its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from .plan import STARTS, Spec
+from rspo.config import Config
 
 COLUMNS = ("step", "success", "dense_return", "turns", "identical_states_per_turn", "trajectories", "tokens")
 """What is kept of each evaluation."""
@@ -22,8 +23,35 @@ ROW_FILE = "row.json"
 Row = dict[str, Any]
 
 
+class Planned(Protocol):
+    """One run of a plan. It is sent to other processes, so that it must be picklable."""
+
+    @property
+    def key(self) -> str:
+        """A name for files and records; the same settings have the same."""
+        ...
+
+    @property
+    def start_name(self) -> str:
+        """A name for its start policy; runs from the same start share it."""
+        ...
+
+    @property
+    def start_config(self) -> Config:
+        """What its start policy is warmed up with."""
+        ...
+
+    def config(self, start: Path) -> Config:
+        """What it is run with, from the start policy at a path."""
+        ...
+
+    def head(self) -> Row:
+        """What tells it apart in its row."""
+        ...
+
+
 def execute(
-    specs: Sequence[Spec], done: Sequence[Row], folder: Path, jobs: int, save: Callable[[list[Row]], None]
+    specs: Sequence[Planned], done: Sequence[Row], folder: Path, jobs: int, save: Callable[[list[Row]], None]
 ) -> list[Row]:
     """The rows of all runs, in the plan's order.
 
@@ -37,13 +65,13 @@ def execute(
     """
     rows = {row["key"]: row for row in done}
     open_specs = [spec for spec in specs if spec.key not in rows]
-    starts = dict.fromkeys((spec.start, spec.seed) for spec in open_specs)
+    starts = {spec.start_name: spec for spec in open_specs}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet) as pool:
         try:
-            warmups = [pool.submit(make_start, start, seed, folder) for start, seed in starts]
+            warmups = [pool.submit(make_start, spec, folder) for spec in starts.values()]
             for warmup in tqdm(as_completed(warmups), total=len(warmups), desc="start policies"):
                 warmup.result()
-            running: dict[Future[Row], Spec] = {pool.submit(run, spec, folder): spec for spec in open_specs}
+            running: dict[Future[Row], Planned] = {pool.submit(run, spec, folder): spec for spec in open_specs}
             for future in tqdm(as_completed(running), total=len(running), desc="runs"):
                 rows[running[future].key] = future.result()
                 save([rows[spec.key] for spec in specs if spec.key in rows])
@@ -60,34 +88,29 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def start_folder(start: str, seed: int, folder: Path) -> Path:
-    """Where the start policy of a seed is."""
-    return folder / "starts" / f"{start[:3]}-{seed}"
+def start_folder(spec: Planned, folder: Path) -> Path:
+    """Where the start policy of a run is."""
+    return folder / "starts" / spec.start_name
 
 
-def make_start(start: str, seed: int, folder: Path) -> None:
+def make_start(spec: Planned, folder: Path) -> None:
     """Warm a start policy up, unless it is there already."""
-    from rspo.config import default_config
-    from rspo.config_io import apply_flags
     from rspo.runs import build_env, set_threads, start_policy
 
-    config = apply_flags(default_config(), [f"run.seed={seed}", *STARTS[start]])
+    config = spec.start_config
     set_threads(config)
-    start_policy(config, build_env(config), start_folder(start, seed, folder), progress=False)
+    start_policy(config, build_env(config), start_folder(spec, folder), progress=False)
 
 
-def run(spec: Spec, folder: Path) -> Row:
+def run(spec: Planned, folder: Path) -> Row:
     """Make one run, or go on with it, and say what came of it. Its checkpoints are deleted at the end."""
-    from rspo.config import default_config
-    from rspo.config_io import apply_flags
     from rspo.runs import CONFIG_FILE, open_run
     from rspo.storage import write_text
 
     out = folder / spec.key
     if (out / ROW_FILE).is_file():  # finished when the suite was being stopped
         return dict(json.loads((out / ROW_FILE).read_text(encoding="utf-8")))
-    path = start_folder(spec.start, spec.seed, folder) / "start"
-    config = apply_flags(default_config(spec.method, spec.base), [*spec.settings, f"policy.path={path}"])
+    config = spec.config(start_folder(spec, folder) / "start")
     trainer = open_run(config, out, resume=(out / CONFIG_FILE).is_file(), progress=False)
     try:
         trainer.train()
@@ -99,7 +122,7 @@ def run(spec: Spec, folder: Path) -> Row:
     return row
 
 
-def summary(spec: Spec, out: Path) -> Row:
+def summary(spec: Planned, out: Path) -> Row:
     """A finished run as a row: its evaluations, and means over its updates of A."""
     from rspo.tracking import read_metrics
 
@@ -107,12 +130,7 @@ def summary(spec: Spec, out: Path) -> Row:
     replay = [record["replay/zero_advantages"] for record in updates if "replay/zero_advantages" in record]
     return {
         "key": spec.key,
-        "method": spec.method,
-        "base": spec.base,
-        "start": spec.start,
-        "seed": spec.seed,
-        "steps": spec.steps,
-        "flags": list(spec.flags),
+        **spec.head(),
         "seconds": round(updates[-1]["seconds"], 1),
         "replay_zero_advantages": round(sum(replay) / len(replay), 4) if replay else None,
         **{column: [record[column] for record in evaluations] for column in COLUMNS},

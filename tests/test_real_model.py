@@ -1,0 +1,117 @@
+"""A few whole RSPO steps with a real pre-trained model, tokenizer and chat template, on every environment.
+
+The model is small and untrained for the tasks: what is tested is that everything fits together, not that it learns.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from smollm2 import save_smollm2
+
+from rspo.config import Config, default_config
+from rspo.config_io import apply_flags
+from rspo.envs.base import PromptContext
+from rspo.models import Policy
+from rspo.runs import open_run
+from rspo.tracking import read_metrics
+
+pytestmark = [pytest.mark.real_model, pytest.mark.usefixtures("one_thread")]
+
+ENVIRONMENTS = ("household",)
+GIB = 2**30
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_smollm2(tmp_path_factory.mktemp("smollm2"))
+
+
+def settings(env: str, model: Path, *flags: str) -> Config:
+    """Two loops of one update each of B and A, at the smallest size that has groups and replay."""
+    small = [
+        f"env.name={env}",
+        "env.options={prompt_style: chat, max_turns: 2}",
+        f"policy.path={model}",
+        "rollout.tasks=2",
+        "rollout.group_size=2",
+        "rollout.max_prompt_tokens=1536",
+        "rollout.max_response_tokens=24",
+        "swap.k=1",
+        "swap.alpha=0.5",
+        "swap.buffer_tasks=1",
+        "loss.kl_coef=0.01",
+        "estimator.invalid_penalty=0.1",  # rewards that differ, where nothing succeeds
+        "optimizer.learning_rate=1e-5",
+        "optimizer.minibatches=1",
+        "optimizer.micro_batch_tokens=4096",
+        "evaluation.every=0",
+        "evaluation.episodes=2",
+        "evaluation.temperatures=[0.4]",
+        "run.steps=2",
+        "run.threads=null",
+    ]
+    return apply_flags(default_config("rspo"), [*small, *flags])
+
+
+@pytest.mark.parametrize("env", ENVIRONMENTS)
+def test_rspo_steps(env: str, smollm2: Path, tmp_path: Path) -> None:
+    trainer = open_run(settings(env, smollm2), tmp_path / "run", progress=False)
+    before = [p.detach().clone() for p in trainer.agent.policy.model.parameters()]
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    updates, dense = read_metrics(tmp_path / "run", "update"), read_metrics(tmp_path / "run", "dense")
+    assert [record["step"] for record in updates] == [1, 2]
+    assert len(dense) == 2
+    for record in [*updates, *dense]:
+        numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+        assert all(math.isfinite(value) for value in numbers.values()), numbers
+    moved = sum(
+        float((a - b).abs().sum()) for a, b in zip(before, trainer.agent.policy.model.parameters(), strict=True)
+    )
+    assert moved > 0
+
+    # What a person reads of it: the chat template around the prompt, and responses of the model's own.
+    transcripts = sorted((tmp_path / "run" / "transcripts").glob("*.txt"))
+    text = transcripts[-1].read_text()
+    assert "<|im_start|>user" in text
+    assert "<|im_start|>assistant" in text
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    assert peak < 12 * GIB, "two agents with Adam's state, a reference and the activations of a micro-batch"
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_ratios_begin_at_one(packing: str, smollm2: Path, tmp_path: Path) -> None:
+    """What generation said of its tokens is what a training forward pass says, packed or padded."""
+    flags = ("method=grpo", f"policy.packing={packing}", "run.steps=1", "optimizer.learning_rate=0.0")
+    config = settings("household", smollm2, *flags)
+    trainer = open_run(config, tmp_path / "run", progress=False)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    (record,) = read_metrics(tmp_path / "run", "update")
+    assert abs(record["ratio_mean"] - 1) < 1e-4
+    assert record["ratio_max"] < 1 + 1e-3
+
+
+def test_prompts_and_projection_with_a_real_tokenizer(smollm2: Path) -> None:
+    from rspo.envs.household import HouseholdEnv
+
+    policy = Policy.load(smollm2, settings("household", smollm2).policy)
+    env = HouseholdEnv(prompt_style="chat")
+    _, infos = env.reset([env.tasks()[0]], [0])
+    context = PromptContext(infos[0]["task"], (), "You see: nothing.", tuple(infos[0]["admissible_actions"]), 0)
+    prompt = env.render_prompt(context)
+    (ids,) = policy.encode([prompt])
+    text = policy.tokenizer.decode(ids)
+    assert text.endswith(f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n")
+    (response,) = policy.encode_responses([env.render_action("go fridge")])
+    assert env.project(policy.decode([np.append(response, policy.eos_token_ids)])[0]) == ("go fridge", True)
+    assert policy.eos_token_ids == (policy.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
