@@ -16,7 +16,7 @@ from tqdm import tqdm
 from rspo.config import Config
 
 COLUMNS = ("step", "success", "dense_return", "turns", "identical_states_per_turn", "trajectories", "tokens")
-"""What is kept of each evaluation."""
+"""What is kept of each evaluation of any run."""
 ROW_FILE = "row.json"
 """In a run's folder once it has finished."""
 
@@ -47,6 +47,11 @@ class Planned(Protocol):
 
     def head(self) -> Row:
         """What tells it apart in its row."""
+        ...
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is kept of each evaluation besides COLUMNS, null where a record lacks it."""
         ...
 
 
@@ -134,4 +139,5 @@ def summary(spec: Planned, out: Path) -> Row:
         "seconds": round(updates[-1]["seconds"], 1),
         "replay_zero_advantages": round(sum(replay) / len(replay), 4) if replay else None,
         **{column: [record[column] for record in evaluations] for column in COLUMNS},
+        **{column: [record.get(column) for record in evaluations] for column in spec.columns},
     }

@@ -72,6 +72,10 @@ class Spec:
     def config(self, start: Path) -> Config:
         return apply_flags(default_config(self.method, self.base), [*self.settings, f"policy.path={start}"])
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ()
+
     def head(self) -> dict[str, Any]:
         values = asdict(self)
         return {**values, "flags": list(values["flags"])}
