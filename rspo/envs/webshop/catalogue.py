@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -39,6 +39,8 @@ class Product:
     attributes: what purchases are judged by; not shown.
     options: for every option the values it offers, lower-cased, in their order.
     prices: the price in dollars, or the lowest and the highest.
+    price: what it costs, in dollars: within a range a value that depends on the product's code only (WebShop draws it
+        anew at every start).
     query: what was searched for when the product was collected; its type.
     category: one word, such as "beauty".  category_path: levels joined with "›".
     instruction, instruction_attributes: the text that synthetic goals are made of; None where there is none.
@@ -60,14 +62,11 @@ class Product:
     instruction: str | None = None
     instruction_attributes: tuple[str, ...] = ()
     human: tuple[HumanInstruction, ...] = ()
+    price: float = field(init=False)
 
-    @property
-    def price(self) -> float:
-        """What it costs, in dollars: within a range a value that depends on the product's code only (WebShop draws it
-        anew at every start)."""
-        if len(self.prices) == 1:
-            return self.prices[0]
-        return random.Random(f"price of {self.asin}").uniform(*self.prices)
+    def __post_init__(self) -> None:
+        drawn = random.Random(f"price of {self.asin}").uniform(self.prices[0], self.prices[-1])
+        self.price = self.prices[0] if len(self.prices) == 1 else drawn
 
     @property
     def price_tag(self) -> str:

@@ -19,7 +19,7 @@ from .goals import Goals
 from .loading import data_source, load_catalogue
 from .nouns import noun_tagger
 from .pages import SEARCH_ACTION, Pages, PageState
-from .reward import match, score_purchase
+from .reward import likeness, match, score_purchase
 
 MATCH_WEIGHT = 0.8
 """Share of the dense reward that is paid for the product in front of the agent; the rest is for buying it."""
@@ -50,7 +50,9 @@ class Shop:
     def __init__(self, settings: ShopSettings) -> None:
         self.settings = settings
         self.nouns = noun_tagger(settings.nouns)
+        likeness()  # missing packages are told of here, not at the first step that needs them
         self.catalogue = load_catalogue(settings.data)
+        self.catalogue.search("anything")
         try:
             self.goals = Goals(self.catalogue.products, settings.goals)
         except ValueError as error:

@@ -118,7 +118,8 @@ def _price_limit(product: Product, text: str) -> tuple[float, str]:
     """A bound in dollars and its words. The greater of two different ones of the next four multiples of ten above the
     price, drawn by the product's code (and the text), so that it does not depend on what else is loaded; none for a
     price of 980 and more."""
-    above = [bound for bound in _PRICE_BOUNDS if bound > product.price][:4]
+    first = bisect.bisect_right(_PRICE_BOUNDS, product.price)
+    above = _PRICE_BOUNDS[first : first + 4]
     if len(above) < 2:
         return math.inf, ""
     limit = max(random.Random(f"bound of {product.asin} {text}").sample(above, 2))

@@ -235,10 +235,10 @@ _MAKERS = (
 )  # fmt: skip
 _PRAISE = (
     "I use my {name} every week and it does what it should.",
-    "Arrived well packed. The {name} is {attribute}, as promised.",
+    "Arrived well packed. Described as {attribute}, and so it is.",
     "Good value, though I had hoped for a second color.",
     "My sister has the same {name} and recommended it to me.",
-    "It is {attribute} indeed. I would buy it again.",
+    "Bought for {attribute}, and not disappointed. I would buy it again.",
 )
 _PURPOSES = ("every day", "weekends away", "people with little space", "a long life", "beginners and experts alike")
 
@@ -246,19 +246,12 @@ _PURPOSES = ("every day", "weekends away", "people with little space", "a long l
 def own_products() -> list[Product]:
     """The products, in the same order every time."""
     draw = random.Random(_SEED)
-    products = [
-        _product(category, path, kind, variant, draw)
-        for (category, path), kinds in _KINDS.items()
-        for kind in kinds
-        for variant in range(PRODUCTS_PER_KIND)
-    ]
-    draw.shuffle(products)  # so that equal search results do not stand by kind
-    for number, product in enumerate(products, start=1):
-        product.asin = f"P{number:03d}"
-    return products
+    kinds = [(*place, kind) for place, of_place in _KINDS.items() for kind in of_place] * PRODUCTS_PER_KIND
+    draw.shuffle(kinds)  # so that equal search results do not stand by kind
+    return [_product(f"P{number:03d}", *kind, draw) for number, kind in enumerate(kinds, start=1)]
 
 
-def _product(category: str, path: str, kind: _Kind, variant: int, draw: random.Random) -> Product:
+def _product(asin: str, category: str, path: str, kind: _Kind, draw: random.Random) -> Product:
     maker = draw.choice(_MAKERS)
     attributes = draw.sample(kind.attributes, _ATTRIBUTES)
     in_title, hidden = attributes[:_SHOWN_IN_TITLE], attributes[_SHOWN_IN_TITLE:]
@@ -276,9 +269,9 @@ def _product(category: str, path: str, kind: _Kind, variant: int, draw: random.R
         for text in draw.sample(_PRAISE, draw.randint(0, 3))
     ]
     return Product(
-        asin="",  # numbered in the end
+        asin=asin,
         title=f"{maker} {kind.name.title()}, {' and '.join(text.title() for text in in_title)}",
-        description=f"This {kind.name} by {maker} is known to be {told}. It is number {variant + 1} of its line.",
+        description=f"This {kind.name} by {maker} is known to be {told}.",
         bullet_points=tuple(bullets),
         attributes=tuple(attributes),
         options=kind.options,

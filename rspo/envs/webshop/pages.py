@@ -64,10 +64,12 @@ class Page:
 
 
 def parse_action(action: str) -> tuple[str, str] | None:
-    """("search" or "click", what stands in the brackets), in lower case and with single spaces; None for anything
-    else."""
+    """("search" or "click", what stands in the brackets), in lower case and with single spaces; None for anything else
+    and for a search that has brackets itself, such as two actions in one."""
     found = _ACTION.fullmatch(" ".join(action.lower().split()))
-    return (found.group(1), found.group(2).strip()) if found else None
+    if found is None or (found.group(1) == "search" and set("[]") & set(found.group(2))):
+        return None
+    return found.group(1), found.group(2).strip()
 
 
 class Pages:

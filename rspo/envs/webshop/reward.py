@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from .catalogue import Product
 from .goals import Goal, GoalOption
@@ -123,10 +123,18 @@ def _option_text(option: GoalOption) -> str:
 
 @lru_cache(maxsize=1 << 14)
 def _alike(a: str, b: str) -> bool:
-    from rapidfuzz import fuzz, utils
+    return round(likeness()(a.translate(_NOT_ASCII), b.translate(_NOT_ASCII))) > _ALIKE_ABOVE
 
-    first, second = (utils.default_process(text.translate(_NOT_ASCII)) for text in (a, b))
-    return round(fuzz.token_set_ratio(first, second)) > _ALIKE_ABOVE
+
+@lru_cache(maxsize=1)
+def likeness() -> Callable[[str, str], float]:
+    """rapidfuzz's `token_set_ratio` of the letters and digits of two texts, 0 to 100. Raises ImportError where the
+    package is not installed."""
+    try:
+        from rapidfuzz import fuzz, utils
+    except ImportError as error:
+        raise ImportError("WebShop's rewards need the package 'rapidfuzz': pip install 'rspo[webshop]'") from error
+    return partial(fuzz.token_set_ratio, processor=utils.default_process)
 
 
 @lru_cache(maxsize=4096)
