@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,10 @@ from webshop_cases import choose, expert_returns, needs_packages, one, transcrip
 from rspo.engines import Scripted
 from rspo.envs import BatchedEnv, PromptContext, available_envs, make_env
 from rspo.envs.webshop import WebshopEnv
+from rspo.envs.webshop.catalogue import Catalogue
 from rspo.envs.webshop.env import PROMPT_ACTIONS
 from rspo.envs.webshop.own_catalogue import own_products
-from rspo.envs.webshop.pages import SEARCH_ACTION
+from rspo.envs.webshop.pages import SEARCH_ACTION, Pages, PageState
 from rspo.envs.workers import WorkerEnv
 
 pytestmark = needs_packages
@@ -140,7 +142,7 @@ def test_group_members_share_all_but_their_state() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"goals": "all"}, ValueError, "goals must be one of synthetic, human; got 'all'"),
+        ({"goals": "all"}, ValueError, "^goals must be one of synthetic, human; got 'all'"),
         ({"goals": "human"}, ValueError, "no product has human instructions"),
         ({"nouns": "nltk"}, ValueError, "nouns must be one of spacy, simple; got 'nltk'"),
         ({"text_limit": 0}, ValueError, "text_limit must be an integer of at least 1; got 0"),
@@ -265,6 +267,31 @@ def test_an_option_can_be_chosen_anew() -> None:
     name, values = next(iter(product.options.items()))
     for value in (values[0], values[1], values[1]):
         assert f"({name}: {value})" in walk(env, [f"click[{value}]"])["anchor"]
+
+
+def test_a_value_of_two_options_goes_to_the_one_without_a_choice() -> None:
+    values = ("8", "9", "wide  fit", "description")
+    product = replace(own_products()[0], options={"size": values, "width": values[:3]})
+    pages = Pages(Catalogue([product], "a test"), compact=False, text_limit=100, value_limit=10)
+    item = PageState("item", "pasta", 1, "p001")
+    for clicks, chosen in (
+        (["8"], {"size": "8"}),
+        (["8", "9"], {"size": "8", "width": "9"}),
+        (["9", "8"], {"size": "9", "width": "8"}),
+        (["8", "8"], {"size": "8", "width": "8"}),
+        (["8", "9", "9"], {"size": "9", "width": "9"}),
+        (["wide fit"], {"size": "wide  fit"}),  # spaces are single in links, and as they are in what is chosen
+    ):
+        state: PageState | None = item
+        for click in clicks:
+            assert state is not None
+            state = pages.follow(state, f"click[{click}]")
+        assert state is not None
+        assert dict(state.chosen) == chosen
+    # A value that is called as a button is cannot be clicked.
+    state = pages.follow(item, "click[description]")
+    assert state is not None
+    assert state.kind == "description"
 
 
 @pytest.mark.parametrize(

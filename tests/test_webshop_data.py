@@ -126,6 +126,40 @@ def test_check_counts_the_real_data() -> None:
     assert "synthetic goals: 6910 (6410 train, 500 eval); 20 of eval cannot" in "\n".join(summary.lines())
 
 
+# Search
+
+
+def test_words_are_analysed_as_lucene_does_for_english() -> None:
+    index = SearchIndex(["x"])
+    assert index.words("The Women's running-shoes, for 8.5 and 1,000 U.S.B. cables; it's USB.C!") == [
+        "women", "run", "shoe", "8.5", "1,000", "u.s.b", "cabl", "usb.c",
+    ]  # fmt: skip
+    assert index.words("Slip-ons_now 60x40cm café") == ["slip", "on", "now", "60x40cm", "café"]
+
+
+def test_ranking_is_lucenes_bm25_with_ties_in_order() -> None:
+    rng = np.random.default_rng(3)
+    words = ["kite", "lamp", "tea", "boot", "pan", "hat"]
+    texts = [" ".join(rng.choice(words, rng.integers(1, 7))) for _ in range(300)]
+    index = SearchIndex(texts)
+    counted = [[text.split().count(word) for word in words] for text in texts]
+    length = np.array([sum(row) for row in counted])
+    occurrences = np.array(counted)
+    for query in ("kite", "tea boot", "hat hat pan"):
+        scores = np.zeros(300)
+        for word in query.split():
+            count = occurrences[:, words.index(word)]
+            having = (count > 0).sum()
+            rarity = np.log(1 + (300 - having + 0.5) / (having + 0.5))
+            scores += rarity * count / (count + 0.9 * (1 - 0.4 + 0.4 * length / length.mean()))
+        expected = sorted(np.flatnonzero(scores).tolist(), key=lambda i: (-round(scores[i], 5), i))
+        assert len(expected) > 50
+        assert index.find(query) == expected[:50]
+        assert index.find(query, limit=1000) == expected
+    assert index.find("sofa") == []
+    assert SearchIndex(["the", ""]).find("the kite") == []
+
+
 # Formats
 
 

@@ -15,7 +15,7 @@ from ..base import PromptContext
 from ..episodes import ExpertEnv, ExpertEpisode
 from ..wording import chat_prompt
 from .expert import expert_action, query_of
-from .goals import Goals
+from .goals import Goals, check_kind
 from .loading import data_source, load_catalogue
 from .nouns import noun_tagger
 from .pages import SEARCH_ACTION, Pages, PageState
@@ -48,6 +48,7 @@ class Shop:
     """Products, goals and pages, shared by all episodes with the same settings."""
 
     def __init__(self, settings: ShopSettings) -> None:
+        check_kind(settings.goals)
         self.settings = settings
         self.nouns = noun_tagger(settings.nouns)
         likeness()  # missing packages are told of here, not at the first step that needs them

@@ -52,8 +52,7 @@ class Goals(Sequence[Goal]):
     """
 
     def __init__(self, products: Sequence[Product], kind: str = "synthetic") -> None:
-        if kind not in GOAL_KINDS:
-            raise ValueError(f"goals must be one of {', '.join(GOAL_KINDS)}; got {kind!r}")
+        check_kind(kind)
         self.kind = kind
         self._products = [product for product in products if _goals_of(product, kind)]
         self._ends = list(accumulate(_goals_of(product, kind) for product in self._products))
@@ -87,6 +86,12 @@ class Goals(Sequence[Goal]):
         product = self._products[i]
         within = place - (self._ends[i - 1] if i else 0)
         return _synthetic_goal(product, within) if self.kind == "synthetic" else _human_goal(product, within)
+
+
+def check_kind(kind: str) -> None:
+    """Raises ValueError for what is not one of GOAL_KINDS."""
+    if kind not in GOAL_KINDS:
+        raise ValueError(f"goals must be one of {', '.join(GOAL_KINDS)}; got {kind!r}")
 
 
 def _goals_of(product: Product, kind: str) -> int:

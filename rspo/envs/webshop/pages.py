@@ -86,7 +86,7 @@ class Pages:
         self._compact = compact
         self._text_limit = text_limit
         self._value_limit = min(value_limit, COMPACT_VALUES) if compact else value_limit
-        self.show = lru_cache(maxsize=8192)(self._show)
+        self.show = lru_cache(maxsize=2048)(self._show)
 
     def follow(self, state: PageState, action: str) -> PageState | None:
         """Where an action leads; None where it is none that is possible here."""
