@@ -376,12 +376,14 @@ def test_a_damaged_file_is_named_with_its_line(
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
 def test_the_place_of_damage_is_that_of_a_reader_of_the_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, indent: int | None
 ) -> None:
     monkeypatch.setattr(reading, "_CHUNK", chunk)
-    file = write_official(tmp_path, own_products()[:4]) / "items_shuffle_1000.json"
-    text = file.read_text(encoding="utf-8").replace('"P002",', '"P002"', 1)
+    file = tmp_path / "items_shuffle_1000.json"
+    text = json.dumps([raw_record(product) for product in own_products()[:4]], indent=indent)
+    text = text.replace('"P002",', '"P002"', 1)
     file.write_text(text, encoding="utf-8")
     with pytest.raises(json.JSONDecodeError) as whole:
         json.loads(text)
