@@ -1,4 +1,4 @@
-"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`."""
+"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from transformers.utils import logging as transformers_logging
 from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
+from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
+from .envs.webshop import commands as webshop_commands
 from .evaluate import evaluate
 from .interruption import Interrupted, interruptible
 from .models import Policy
@@ -132,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     summary.set_defaults(command=_summary)
 
     _add_play(commands)
+    _add_envs(commands)
     return parser
 
 
@@ -202,6 +205,15 @@ def _add_play(commands: _Commands) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a turn, for scripts")
     _add_settings(parser, training=False)
     parser.set_defaults(command=_play)
+
+
+def _add_envs(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "envs", help="data of the environments", description="What the environments need: games, products."
+    )
+    environments = parser.add_subparsers(required=True, metavar="ENVIRONMENT")
+    for module in (alfworld_commands, webshop_commands):
+        module.add_commands(environments)
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:

@@ -41,7 +41,7 @@ def build_env(config: Config) -> BatchedEnv:
         if settings.workers > 0:
             return WorkerEnv(settings.name, settings.options, settings.workers, settings.worker_timeout)
         return make_env(settings.name, **settings.options)
-    except (ImportError, TypeError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         raise ConfigError(f"env.name={config.env.name!r} with env.options={config.env.options}: {error}") from error
 
 
