@@ -20,6 +20,8 @@ TRAINER = [
     "matplotlib>=3.8",
 ]
 TENSORBOARD = ["tensorboard>=2.16"]
+# TextWorld's insides, which the fast layer follows, are those of its 1.7.
+ALFWORLD = ["alfworld==0.4.2", "textworld>=1.7,<1.8"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -43,7 +45,7 @@ setup(
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
     package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
     install_requires=KERNELS + TRAINER,
-    extras_require={"tensorboard": TENSORBOARD, "dev": DEVELOP + TENSORBOARD, "bench": BENCH},
+    extras_require={"tensorboard": TENSORBOARD, "alfworld": ALFWORLD, "dev": DEVELOP + TENSORBOARD, "bench": BENCH},
     entry_points={"console_scripts": ["rspo=rspo.cli:main"]},
     classifiers=[
         "Programming Language :: Python :: 3",

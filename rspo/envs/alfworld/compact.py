@@ -112,9 +112,7 @@ def vocabulary() -> tuple[str, ...]:
     grammar = parse_grammar(Path(info.ALFRED_TWL2_PATH).read_text(encoding="utf-8"))
     texts = [text for rules in grammar.rules.values() for _, symbols in rules for text in _literals(symbols)]
     texts += [text for pair in grammar.actions.values() for symbols in pair for text in _literals(symbols)]
-    texts += [
-        re.sub(r"\{\w+\}", " ", template) for kind in TASK_TYPES for template in library.gdict[kind]["templates"]
-    ]
+    texts += [re.sub(r"\{\w+\}", " ", template) for kind in TASK_TYPES for template in library.gdict[kind]["templates"]]
     names = {*constants.OBJECTS, *constants.RECEPTACLES, *constants.VAL_RECEPTACLE_OBJECTS}
     words = {word for text in texts for word in _spaced(text).split()}
     words |= {name.lower() for name in names} | {str(number) for number in range(NUMBERS + 1)}

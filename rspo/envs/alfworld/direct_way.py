@@ -19,8 +19,8 @@ def direct_command(game: Game) -> str | None:
     return _Situation(game).command()
 
 
-def win_directly(game: Game, limit: int = 60) -> bool:
-    """Play a game to its end on the direct way; whether it was won."""
+def win_directly(game: Game, commands: list[str], limit: int = 60) -> bool:
+    """Play a game to its end on the direct way, and add what was done to `commands`; whether it was won."""
     for _ in range(limit):
         if game.won:
             break
@@ -28,6 +28,7 @@ def win_directly(game: Game, limit: int = 60) -> bool:
         if command is None:
             break
         game.act(command)
+        commands.append(command)
     return game.won
 
 
@@ -69,10 +70,7 @@ class _Situation:
         there = [
             thing
             for thing in self.objects & set(self.place_of)
-            if not (
-                self.place_of[thing] in destination
-                and (self.goal.condition is None or thing in ready)
-            )
+            if not (self.place_of[thing] in destination and (self.goal.condition is None or thing in ready))
         ]
         order = sorted(there, key=lambda thing: (thing not in ready, self.place_of[thing] not in self.near, thing))
         return self._first(
@@ -100,8 +98,11 @@ class _Situation:
         return sorted(lamp for lamp in self.lamps & usable if lamp in self.place_of)
 
     def _of_types(self, *types: str) -> list[str]:
-        found = [(types.index(names[1].strip()), names[0]) for names in self.facts["receptacletype"]
-                 if names[1].strip() in types]
+        found = [
+            (types.index(names[1].strip()), names[0])
+            for names in self.facts["receptacletype"]
+            if names[1].strip() in types
+        ]
         return [name for _, name in sorted(found)]
 
     def _is_closed(self, place: str) -> bool:

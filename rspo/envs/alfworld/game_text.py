@@ -136,9 +136,7 @@ class Facts:
         predicate, arguments = fact
         return predicate, tuple([self._types[argument] for argument in arguments])
 
-    def solutions(
-        self, query: Query, mapping: Mapping[Placeholder, Value]
-    ) -> Iterator[dict[Placeholder, Value]]:
+    def solutions(self, query: Query, mapping: Mapping[Placeholder, Value]) -> Iterator[dict[Placeholder, Value]]:
         """All ways to fulfil a query, each as the whole mapping; different placeholders stand for different things."""
         found = dict(mapping)
         seen = set(found)
@@ -309,9 +307,7 @@ def _query(text: str | None) -> Query | None:
     if not text:
         return None
     rule = textworld("logic").Rule.parse_conjunctive_query(text)
-    return Query(
-        tuple((pred.name, tuple((p.name, p.type) for p in pred.parameters)) for pred in rule.preconditions)
-    )
+    return Query(tuple((pred.name, tuple((p.name, p.type) for p in pred.parameters)) for pred in rule.preconditions))
 
 
 def _symbol(symbol: Any) -> Symbol:

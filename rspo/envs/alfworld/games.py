@@ -209,8 +209,8 @@ def find_games(root: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -
             tasks.append(AlfworldTask(path.parent.relative_to(root).as_posix(), game.goal.task_type))
     if not tasks:
         raise ValueError(
-            f"{str(folder)!r} has no game of the types {', '.join(task_types)} that can be played ({broken} broken files"
-            f" were skipped); {HOW_TO_GET_DATA}"
+            f"{str(folder)!r} has no game of the types {', '.join(task_types)} that can be played"
+            f" ({broken} broken files were skipped); {HOW_TO_GET_DATA}"
         )
     return Games(tuple(tasks), broken)
 

@@ -11,7 +11,6 @@ from .game_text import parse_grammar
 from .games import Goal, read_game
 from .upstream import GameError, alfworld, textworld, translating
 
-
 # Each has a library of its own, and a process that unloads one may crash when it loads the next.
 _free: list[Any] = []
 
@@ -47,9 +46,7 @@ class PlainGame:
         try:
             parse_grammar(game.grammar)  # refused where TextWorld would evaluate more than attributes
             with translating():
-                self._env.load(
-                    {"pddl_domain": game.domain, "grammar": game.grammar, "pddl_problem": game.problem}
-                )
+                self._env.load({"pddl_domain": game.domain, "grammar": game.grammar, "pddl_problem": game.problem})
                 demangler = alfworld("agents.utils.misc").Demangler(game_infos=self._env._entity_infos)
                 for info in self._env._entity_infos.values():
                     info.name = demangler.demangle_alfred_name(info.id)

@@ -5,12 +5,13 @@ The progress of a state, by type of task (a goal object is any object of the goa
 - pick_and_place_simple: 1/2 with a goal object in hand, 1 when it is in its receptacle.
 - pick_clean_then_place_in_recep, pick_heat_..., pick_cool_...: 1/3 with a goal object in hand, 2/3 when that object is
   clean (hot, cool), 1 when such an object is in its receptacle.
-- look_at_obj_in_light: 1/3 with a goal object in hand, 2/3 when one also stands at the lamp or has used it, 1 when both.
+- look_at_obj_in_light: 1/3 with a goal object in hand, 2/3 when one also stands at the lamp or has used it, 1 when
+  both.
 - pick_two_obj_and_place: 1/2 for each goal object in the same receptacle, 1/4 for one in hand.
 
-It is measured from the state in which the game starts, which may have something done already, and is 1 exactly when the
-game is won. A step's reward is what it adds to the best progress so far: nothing can be earned twice, and the rewards of
-a won game add up to 1.
+It is measured from the state in which the game starts, which may have something done already, and is 1 exactly when
+the game is won. A step's reward is what it adds to the best progress so far: nothing can be earned twice, and the
+rewards of a won game add up to 1.
 """
 
 from __future__ import annotations
@@ -50,10 +51,7 @@ class Progress:
 
     def advance(self, game: Game) -> float:
         """What the game's state adds to the best progress."""
-        if game.won:
-            now = 1.0
-        else:
-            now = max(self._state_value(game) - self._start, 0.0) / (1.0 - self._start)
+        now = 1.0 if game.won else max(self._state_value(game) - self._start, 0.0) / (1.0 - self._start)
         added = max(now - self.best, 0.0)
         self.best = max(now, self.best)
         return added

@@ -266,10 +266,7 @@ def _world(path: Path) -> World:
         if translation is None:
             translation = _translations[key] = translate(read_game(path))
         _worlds.pop(key, None)
-        library = _free_libraries.pop() if _free_libraries else fast_downward().load_lib()
-        world = _worlds[key] = World(translation, library)
-        # A world that is no longer kept lives as long as an episode or a snapshot needs it.
-        weakref.finalize(world, _free_libraries.append, library).atexit = False
+        world = _worlds[key] = _loaded(translation)
         _translations.move_to_end(key)
     _worlds.move_to_end(key)
     for kept, limit in ((_worlds, WORLDS_KEPT), (_translations, GAMES_KEPT)):
@@ -278,11 +275,34 @@ def _world(path: Path) -> World:
     return world
 
 
+def _loaded(translation: Translation) -> World:
+    """A game in a library of its own, which is free for the next when no one needs the world any more."""
+    library = _free_libraries.pop() if _free_libraries else fast_downward().load_lib()
+    world = World(translation, library)
+    weakref.finalize(world, _free_libraries.append, library).atexit = False
+    return world
+
+
 class FastGame:
     """A game under way; see `plain.PlainGame` for the members."""
 
+    observation: str
+    commands: list[str]
+    won: bool
+    _valid: list[tuple[str, int]]
+
     def __init__(self, path: Path) -> None:
-        self._world = _world(path)
+        self._begin(_world(path))
+
+    @classmethod
+    def of(cls, game: GameFile) -> FastGame:
+        """A game that is in no file. Raises GameError where it cannot be loaded."""
+        new = cls.__new__(cls)
+        new._begin(_loaded(translate(game)))
+        return new
+
+    def _begin(self, world: World) -> None:
+        self._world = world
         self.goal = self._world.translation.goal
         self._state = self._world.start_state
         self._facts = self._world.start_facts.copy()
