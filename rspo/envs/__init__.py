@@ -12,6 +12,7 @@ EnvFactory = Callable[..., BatchedEnv]
 
 # Class paths are imported when asked for, so that an environment's own dependencies are needed by its users only.
 _REGISTRY: dict[str, EnvFactory | str] = {
+    "alfworld": "rspo.envs.alfworld:AlfworldEnv",
     "household": "rspo.envs.household:HouseholdEnv",
     "webshop": "rspo.envs.webshop:WebshopEnv",
 }

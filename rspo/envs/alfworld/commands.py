@@ -1,0 +1,45 @@
+"""The command line for ALFWorld: `rspo envs alfworld generate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_commands(subparsers: Any) -> None:
+    """Add the command `alfworld` to what `add_subparsers` gave. A parsed command is run by `parsed.command(parsed)`,
+    which raises ValueError and ImportError for what the user can put right."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "alfworld", help="games of the ALFWorld environment", description="Games of the ALFWorld environment."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="make games without any download",
+        description="Make games of all six types from the alfworld package's files, as dense as the official ones, each"
+        " played to its end before it is kept. The folder can then be the environment's data:"
+        " rspo train --env alfworld --set env.options='{data: DIR}', or ALFWORLD_DATA=DIR.",
+    )
+    generate.add_argument("--n", type=int, default=1000, metavar="N", help="number of games (default: 1000)")
+    generate.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    generate.add_argument("--seed", type=int, default=0, help="the same seed makes the same games (default: 0)")
+    generate.add_argument(
+        "--eval-share",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="share of the games in each of valid_seen and valid_unseen (default: 0.1)",
+    )
+    generate.add_argument("--quiet", action="store_true", help="no progress bar")
+    generate.set_defaults(command=_generate)
+
+
+def _generate(parsed: argparse.Namespace) -> None:
+    from .generator import generate_games
+
+    result = generate_games(parsed.out, parsed.n, parsed.seed, eval_share=parsed.eval_share, progress=not parsed.quiet)
+    made = ", ".join(f"{count} {split}" for split, count in result.made.items())
+    print(f"{parsed.out}: {made}; {result.unsolvable} that could not be won were thrown away ({result.seconds:.0f} s)")
+    for task_type, count in result.by_type.items():
+        print(f"  {task_type:<32}{count:>6}")

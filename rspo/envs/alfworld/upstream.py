@@ -1,0 +1,81 @@
+"""The packages that games are played with (alfworld, TextWorld, Fast Downward), imported when first needed.
+
+Importing alfworld makes a folder where ALFWORLD_DATA says, by default under the home directory; here it is imported
+with that variable at a folder that exists. Translating a PDDL problem overwrites `sys.argv` and `sys.stdout` for a
+while; `translated` puts both back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+_TRANSLATOR = threading.Lock()
+
+
+class GameError(ValueError):
+    """A game file that cannot be played; the message says which and why."""
+
+
+@lru_cache(maxsize=1)
+def check_installed() -> None:
+    """Raises ImportError that says what to install where a package is missing."""
+    for module in ("textworld", "fast_downward", "alfworld.info"):
+        _import(module)
+
+
+def _import(name: str) -> Any:
+    """A module of these packages. Raises ImportError that says what to install."""
+    with _harmless_data_folder():
+        try:
+            return import_module(name)
+        except ImportError as error:
+            raise ImportError(
+                f"ALFWorld cannot be used ({error}); install it with: pip install 'rspo[alfworld]'"
+            ) from error
+
+
+@contextmanager
+def _harmless_data_folder() -> Iterator[None]:
+    before = os.environ.get("ALFWORLD_DATA")
+    os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["ALFWORLD_DATA"]
+        else:
+            os.environ["ALFWORLD_DATA"] = before
+
+
+def textworld(name: str = "") -> Any:
+    """A module of TextWorld, e.g. "logic"."""
+    return _import(f"textworld.{name}" if name else "textworld")
+
+
+def fast_downward() -> Any:
+    """The planner's package: translation of PDDL and the library that holds a game's state."""
+    return _import("fast_downward")
+
+
+def alfworld(name: str) -> Any:
+    """A module of the alfworld package, e.g. "gen.constants"."""
+    return _import(f"alfworld.{name}")
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    """What the translator overwrites is put back at the end; one translation at a time."""
+    with _TRANSLATOR:
+        argv, stdout = sys.argv, sys.stdout
+        try:
+            yield
+        finally:
+            sys.argv, sys.stdout = argv, stdout
