@@ -1,4 +1,4 @@
-"""Games played fast: what TextWorld shows, at a tenth of its cost.
+"""Games played fast: what TextWorld shows, at a hundredth of its cost.
 
 TextWorld's environment for PDDL games translates the problem four times to start an episode and parses its grammar
 again at every step. Here
