@@ -18,7 +18,7 @@ from alfworld_games import generated_games, needs_alfworld, official_games, one_
 
 from rspo.envs import PromptContext, make_env
 from rspo.envs.alfworld import AlfworldEnv
-from rspo.envs.alfworld.games import TASK_TYPES, AlfworldTask
+from rspo.envs.alfworld.games import AlfworldTask
 from rspo.envs.workers import WorkerEnv
 
 pytestmark = needs_alfworld
@@ -84,7 +84,11 @@ def test_infos_have_the_keys_and_types_of_the_contract(games: Path, style: str) 
 def test_an_invalid_action_changes_nothing_and_is_said_to_be_invalid(games: Path) -> None:
     env = AlfworldEnv(games)
     _, (before,) = env.reset(env.tasks()[:1], [0])
-    for action, answer in (("eat the desk", "Nothing happens."), ("help", "Available commands:"), ("", "Nothing happens.")):
+    for action, answer in (
+        ("eat the desk", "Nothing happens."),
+        ("help", "Available commands:"),
+        ("", "Nothing happens."),
+    ):
         (observation,), rewards, terminated, truncated, (info,) = env.step([action])
         assert answer in observation
         assert (info["is_action_valid"], rewards[0], terminated[0], truncated[0]) == (False, 0.0, False, False)
@@ -220,7 +224,15 @@ def test_compact_prompts_are_short_and_hold_known_words_only(source: str, reques
 def test_a_compact_prompt() -> None:
     env_prompt = AlfworldEnv.compact_prompt
     room = "You are in the middle of a room. Looking quickly around you, you see a desk 2, a desk 1, and a bed 1."
-    actions = ("examine bed 1", "go to desk 1", "go to desk 10", "go to desk 2", "inventory", "look", "take mug 2 from bed 1")
+    actions = (
+        "examine bed 1",
+        "go to desk 1",
+        "go to desk 10",
+        "go to desk 2",
+        "inventory",
+        "look",
+        "take mug 2 from bed 1",
+    )
     start = PromptContext("put a clean mug in desk.", (), room, ("go to bed 1", "go to desk 2", "look"), 0)
     assert env_prompt(None, start) == (  # type: ignore[arg-type]
         "task : put a clean mug in desk . now you are in the middle of a room . "
@@ -300,13 +312,17 @@ def test_files_that_are_no_games_are_skipped_and_counted(
     change(files[1], grammar=None)
     change(files[2], pddl_problem=json.loads(files[2].read_text())["pddl_problem"].partition("(:goal")[0])
     change(files[3], solvable=False)
-    change(files[4], pddl_problem=json.loads(files[4].read_text())["pddl_problem"].replace("(and", "(and (isSliced ?o)"))
+    change(
+        files[4], pddl_problem=json.loads(files[4].read_text())["pddl_problem"].replace("(and", "(and (isSliced ?o)")
+    )
     env = AlfworldEnv(tmp_path)
     with caplog.at_level(logging.WARNING):
         tasks = env.tasks()
     assert [tmp_path / task.game / "game.tw-pddl" for task in tasks] == files[5:]
     assert env.skipped_games == 4
-    assert [str(path) in message for path, message in zip([*files[:3], files[4]], caplog.messages, strict=True)] == [True] * 4
+    assert [str(path) in message for path, message in zip([*files[:3], files[4]], caplog.messages, strict=True)] == [
+        True
+    ] * 4
     assert env.tasks() is tasks
     assert len(caplog.messages) == 4, "each is warned of once"
 
@@ -315,7 +331,9 @@ def test_a_game_that_cannot_be_loaded_is_replaced_by_the_next(
     games: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = broken_copy(games, tmp_path)
-    change(files[0], pddl_problem=json.loads(files[0].read_text())["pddl_problem"].replace("(:init", "(:init (nonsense"))
+    change(
+        files[0], pddl_problem=json.loads(files[0].read_text())["pddl_problem"].replace("(:init", "(:init (nonsense")
+    )
     change(files[1], pddl_domain="(define (domain alfred))")
     files[-1].unlink()
     env = AlfworldEnv(tmp_path, max_turns=5)
@@ -331,7 +349,7 @@ def test_a_game_that_cannot_be_loaded_is_replaced_by_the_next(
     assert all("the next game of its split is played instead" in message for message in caplog.messages)
     for path in files[:-1]:
         path.unlink()
-    with pytest.raises(ValueError, match="no game of the split of .* can be played"):
+    with pytest.raises(ValueError, match=r"no game of the split of .* can be played"):
         env.reset(tasks[:1], [0])
 
 
@@ -364,19 +382,19 @@ def test_wrong_arguments_and_missing_data(games: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("ALFWORLD_DATA", str(tmp_path / "none"))
     with pytest.raises(ValueError, match="ALFWORLD_DATA must be a folder"):
         AlfworldEnv()
-    with pytest.raises(ValueError, match="task_types must be some of pick_and_place_simple, .*; got 'look'"):
+    with pytest.raises(ValueError, match=r"task_types must be some of pick_and_place_simple, .*; got 'look'"):
         AlfworldEnv(games, task_types="look")
-    with pytest.raises(ValueError, match="eval_split must be one of .*; got 'train'"):
+    with pytest.raises(ValueError, match=r"eval_split must be one of .*; got 'train'"):
         AlfworldEnv(games, eval_split="train")
     with pytest.raises(ValueError, match="max_turns"):
         AlfworldEnv(games, max_turns=0)
     env = AlfworldEnv(games)
-    with pytest.raises(ValueError, match="split must be one of eval, train, .*; got 'test'"):
+    with pytest.raises(ValueError, match=r"split must be one of eval, train, .*; got 'test'"):
         env.tasks("test")
     with pytest.raises(TypeError, match="tasks must be AlfworldTasks; got 'pick'"):
         env.reset(["pick"], [0])
     (tmp_path / "train").mkdir()
-    with pytest.raises(ValueError, match="has no game of the types .* that can be played"):
+    with pytest.raises(ValueError, match=r"has no game of the types .* that can be played"):
         AlfworldEnv(tmp_path).tasks()
 
 
@@ -397,7 +415,7 @@ def test_nothing_is_imported_before_it_is_needed_or_written_where_it_should_not(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("missing", ["textworld", "alfworld", "fast_downward"])
+@pytest.mark.parametrize("missing", ["textworld", "fast_downward"])
 def test_a_missing_package_is_named_with_what_installs_it(games: Path, missing: str) -> None:
     program = (
         f"import sys; sys.modules[{missing!r}] = None\n"

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..base import PromptContext
 from .game_text import Each, Expression, Literal, Rule, Symbol, parse_grammar
 from .games import TASK_TYPES
+from .speed import NOTHING_HAPPENS
 from .upstream import alfworld
 
 UNKNOWN = "unknown"
@@ -114,9 +115,10 @@ def vocabulary() -> tuple[str, ...]:
     texts += [text for pair in grammar.actions.values() for symbols in pair for text in _literals(symbols)]
     texts += [re.sub(r"\{\w+\}", " ", template) for kind in TASK_TYPES for template in library.gdict[kind]["templates"]]
     names = {*constants.OBJECTS, *constants.RECEPTACLES, *constants.VAL_RECEPTACLE_OBJECTS}
+    texts += [NOTHING_HAPPENS, _ROOM]
     words = {word for text in texts for word in _spaced(text).split()}
     words |= {name.lower() for name in names} | {str(number) for number in range(NUMBERS + 1)}
-    return tuple(sorted(words.union(_OWN_WORDS, _PUNCTUATION, _ROOM.split(), ("a", "and"))))
+    return tuple(sorted(words.union(_OWN_WORDS, _PUNCTUATION)))
 
 
 @lru_cache(maxsize=1)

@@ -147,7 +147,7 @@ def find_root(data: str | os.PathLike[str] | None) -> Path:
     place = data if data is not None else os.environ.get(DATA_VARIABLE)
     if not place:
         raise ValueError(f"there are no ALFWorld games to play; {HOW_TO_GET_DATA}")
-    root = Path(os.path.expandvars(os.path.expanduser(place)))
+    root = Path(os.path.expandvars(os.path.expanduser(place))).absolute()
     if not root.is_dir():
         raise ValueError(f"{named} must be a folder with ALFWorld games, but {str(root)!r} is none; {HOW_TO_GET_DATA}")
     for folder in (root / "json_2.1.1", root):
@@ -217,7 +217,8 @@ def find_games(root: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -
 
 def _game_files(folder: Path) -> Iterable[Path]:
     found = []
-    for place, _, files in os.walk(folder, followlinks=True):
+    for place, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # games that are being made
         if GAME_FILE in files and "movable" not in place and "Sliced" not in place:
             found.append(Path(place) / GAME_FILE)
     return sorted(found)

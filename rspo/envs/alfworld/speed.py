@@ -1,4 +1,4 @@
-"""Games played fast: what TextWorld shows, at a tenth of its cost.
+"""Games played fast: what TextWorld shows, at a hundredth of its cost.
 
 TextWorld's environment for PDDL games translates the problem four times to start an episode and parses its grammar
 again at every step. Here
@@ -132,7 +132,10 @@ class Operator:
 
 
 class World:
-    """A game that is loaded: shared by the episodes that play it, which each hold their own state in it."""
+    """A game that is loaded: shared by the episodes that play it, which each hold their own state in it.
+
+    opening: the text that it begins with.
+    """
 
     def __init__(self, translation: Translation, library: Any) -> None:
         self.translation = translation
@@ -153,14 +156,7 @@ class World:
         self.states = 0
         self._effects: dict[int, list[tuple[bool, Fact]]] = {}
         self._effect_counts: dict[int, int] = {}
-        self._opening: str | None = None
-
-    @property
-    def opening(self) -> str:
-        """The text that a game begins with."""
-        if self._opening is None:
-            self._opening = self.derive([Rule("intro")], self.start_facts, Context())
-        return self._opening
+        self.opening = self.derive([Rule("intro")], self.start_facts, Context())
 
     def derive(self, symbols: list[Symbol], facts: Facts, context: Context) -> str:
         """A text of the game's grammar."""
@@ -266,7 +262,7 @@ def _world(path: Path) -> World:
         if translation is None:
             translation = _translations[key] = translate(read_game(path))
         _worlds.pop(key, None)
-        world = _worlds[key] = _loaded(translation)
+        world = _worlds[key] = _loaded(translation, path)
         _translations.move_to_end(key)
     _worlds.move_to_end(key)
     for kept, limit in ((_worlds, WORLDS_KEPT), (_translations, GAMES_KEPT)):
@@ -275,10 +271,17 @@ def _world(path: Path) -> World:
     return world
 
 
-def _loaded(translation: Translation) -> World:
-    """A game in a library of its own, which is free for the next when no one needs the world any more."""
+def _loaded(translation: Translation, path: Path) -> World:
+    """A game in a library of its own, which is free for the next when no one needs the world any more.
+
+    Raises GameError where the game does not make sense, e.g. a goal that no action can bring about.
+    """
     library = _free_libraries.pop() if _free_libraries else fast_downward().load_lib()
-    world = World(translation, library)
+    try:
+        world = World(translation, library)
+    except Exception as error:
+        _free_libraries.append(library)
+        raise GameError(f"{path} is not a game that can be played: {type(error).__name__}: {error}") from error
     weakref.finalize(world, _free_libraries.append, library).atexit = False
     return world
 
@@ -298,7 +301,7 @@ class FastGame:
     def of(cls, game: GameFile) -> FastGame:
         """A game that is in no file. Raises GameError where it cannot be loaded."""
         new = cls.__new__(cls)
-        new._begin(_loaded(translate(game)))
+        new._begin(_loaded(translate(game), game.path))
         return new
 
     def _begin(self, world: World) -> None:

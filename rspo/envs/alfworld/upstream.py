@@ -2,7 +2,7 @@
 
 Importing alfworld makes a folder where ALFWORLD_DATA says, by default under the home directory; here it is imported
 with that variable at a folder that exists. Translating a PDDL problem overwrites `sys.argv` and `sys.stdout` for a
-while; `translated` puts both back.
+while; `translating` puts both back.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -24,13 +24,13 @@ class GameError(ValueError):
     """A game file that cannot be played; the message says which and why."""
 
 
-@lru_cache(maxsize=1)
 def check_installed() -> None:
     """Raises ImportError that says what to install where a package is missing."""
     for module in ("textworld", "fast_downward", "alfworld.info"):
         _import(module)
 
 
+@cache
 def _import(name: str) -> Any:
     """A module of these packages. Raises ImportError that says what to install."""
     with _harmless_data_folder():
@@ -45,12 +45,13 @@ def _import(name: str) -> Any:
 @contextmanager
 def _harmless_data_folder() -> Iterator[None]:
     before = os.environ.get("ALFWORLD_DATA")
-    os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
+    if before is None or not os.path.isdir(before):
+        os.environ["ALFWORLD_DATA"] = tempfile.gettempdir()
     try:
         yield
     finally:
         if before is None:
-            del os.environ["ALFWORLD_DATA"]
+            os.environ.pop("ALFWORLD_DATA", None)
         else:
             os.environ["ALFWORLD_DATA"] = before
 
