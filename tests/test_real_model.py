@@ -22,7 +22,7 @@ from rspo.tracking import read_metrics
 
 pytestmark = [pytest.mark.real_model, pytest.mark.usefixtures("one_thread")]
 
-ENVIRONMENTS = ("household",)
+ENVIRONMENTS = ("household", "alfworld", "webshop")
 GIB = 2**30
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 
 def add_commands(subparsers: Any) -> None:
-    """Add the command `alfworld` to what `add_subparsers` gave. A parsed command is run by `parsed.command(parsed)`,
-    which raises ValueError and ImportError for what the user can put right."""
+    """Add the command `alfworld` to what `add_subparsers` gave; its function is the parsed `command`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "alfworld", help="games of the ALFWorld environment", description="Games of the ALFWorld environment."
     )
@@ -36,9 +35,16 @@ def add_commands(subparsers: Any) -> None:
 
 
 def _generate(parsed: argparse.Namespace) -> None:
+    """Write games and say which. Raises ConfigError where that is not possible."""
+    from ...config import ConfigError
     from .generator import generate_games
 
-    result = generate_games(parsed.out, parsed.n, parsed.seed, eval_share=parsed.eval_share, progress=not parsed.quiet)
+    try:
+        result = generate_games(
+            parsed.out, parsed.n, parsed.seed, eval_share=parsed.eval_share, progress=not parsed.quiet
+        )
+    except (ImportError, ValueError) as error:
+        raise ConfigError(str(error)) from error
     made = ", ".join(f"{count} {split}" for split, count in result.made.items())
     print(f"{parsed.out}: {made}; {result.unsolvable} that could not be won were thrown away ({result.seconds:.0f} s)")
     for task_type, count in result.by_type.items():
