@@ -46,9 +46,10 @@ class SearchIndex:
 
     def words(self, text: str) -> list[str]:
         """The stems that a text is searched by, in order."""
-        words = (re.sub(r"['’]s$", "", word) for word in _WORD.findall(text.lower()))
-        stems: list[str] = self._stem([word for word in words if word not in _STOP_WORDS])
-        return stems
+        words = [re.sub(r"['’]s$", "", word) for word in _WORD.findall(text.lower())]
+        kept = [word for word in words if word not in _STOP_WORDS]
+        # Lucene's stemmer leaves words of two letters and less alone; this one would make nothing of "s".
+        return [word if len(word) <= 2 else stem for word, stem in zip(kept, self._stem(kept), strict=True)]
 
     def find(self, query: str, limit: int = MAX_HITS) -> list[int]:
         """Numbers of the texts that share a word with the query, best first, equal ones in their order."""
