@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -13,6 +13,7 @@ import numpy as np
 from .config import ConfigError
 from .engines import Scripted
 from .envs.base import BatchedEnv, Info, PromptContext
+from .envs.workers import WorkerEnv
 
 HELP = """Type an action as the environment takes it, or a whole response with its tags. Also:
   :actions   what can be done now
@@ -65,7 +66,7 @@ class Game:
         if "<action>" in response:
             action, well_formed = self.env.project(response)
         else:
-            action, well_formed = response, True
+            action, well_formed = " ".join(response.lower().split()), True
         self.history.append((self.observation, action))
         self.actions.append(action)
         observations, rewards, terminated, truncated, infos = self.env.step([action])
@@ -94,9 +95,7 @@ class Game:
 
     def expert_action(self) -> str:
         """What the expert would do now. Raises ConfigError where the environment has none."""
-        if not isinstance(self.env, Scripted):
-            raise ConfigError(f"{type(self.env).__name__} has no expert")
-        return self.env.expert_actions()[0]
+        return scripted(self.env).expert_actions()[0]
 
     def state(self) -> dict[str, Any]:
         """Everything that is to be seen now, as JSON takes it."""
@@ -111,6 +110,14 @@ class Game:
             "won": bool(self.info["won"]),
             "score": float(self.info["task_score"]),
         }
+
+
+def scripted(env: BatchedEnv) -> Scripted:
+    """The environment as one with an expert. Raises ConfigError where it has none."""
+    if not isinstance(env, Scripted):
+        hint = "; set env.workers to 0" if isinstance(env, WorkerEnv) else ""
+        raise ConfigError(f"{type(env).__name__} has no expert{hint}")
+    return env
 
 
 def choose_task(env: BatchedEnv, split: str, number: int | None, seed: int) -> tuple[int, Any, int]:
@@ -137,87 +144,138 @@ def play_game(
     """Play to the end, or until the source's lines end; whether the episode was won.
 
     expert: the expert acts instead of what `source` says.
-    as_json: write one JSON object a turn instead of text: what is to be seen, and what came of the action before.
+    as_json: write one JSON object a line instead of text: at each turn what is to be seen, and what came of the action
+        before; and the answer to each command.
     source, out: where actions come from and what is shown goes; standard input and output.
+
+    Raises ConfigError where the expert is to act and there is none.
     """
     source, out = source or sys.stdin, out or sys.stdout
-    ask = _asks(source, out) if not (expert or as_json) else source.readline
+    if expert:
+        scripted(game.env)
+    screen: Screen = JsonScreen(source, out) if as_json else TextScreen(source, out)
+    if not expert:
+        screen.greet()
     came_of_it: dict[str, Any] = {}
-    if not (expert or as_json):
-        print(HELP, file=out)
     while True:
-        if as_json:
-            print(json.dumps({**came_of_it, **game.state()}), file=out, flush=True)
-        else:
-            _show_turn(game, came_of_it, out)
+        screen.show(game, came_of_it)
         if game.ended:
             break
-        response = game.expert_action() if expert else _next_response(game, ask, out)
+        response = game.expert_action() if expert else _next_response(game, screen)
         if response is None:
             break
-        if expert and not as_json:
-            print(f"expert> {response}", file=out)
+        if expert:
+            screen.see_expert(response)
         came_of_it = game.respond(response)
-    won = bool(game.info["won"])
-    if not as_json:
-        print(_ending(game, won), file=out)
-    return won
+    screen.end(game)
+    return bool(game.info["won"])
 
 
-def _asks(source: TextIO, out: TextIO) -> Callable[[], str]:
-    """A function that asks for a line; with editing at a terminal. "" at the end."""
-
-    def ask() -> str:
-        if source is sys.stdin and source.isatty():
-            try:
-                return input("> ") + "\n"
-            except EOFError:
-                return ""
-        print("> ", end="", file=out, flush=True)
-        line = source.readline()
-        print(line.rstrip("\n"), file=out)
-        return line
-
-    return ask
-
-
-def _next_response(game: Game, ask: Callable[[], str], out: TextIO) -> str | None:
+def _next_response(game: Game, screen: Screen) -> str | None:
     """The next line that acts; None where there is none. Commands are carried out meanwhile."""
-    while line := ask():
+    while line := screen.ask():
         text = line.strip()
         if text == ":quit":
             return None
         if text == ":actions":
-            print("\n".join(f"  {action}" for action in game.info["admissible_actions"]) or "  (not known)", file=out)
+            screen.say({"actions": list(game.info["admissible_actions"])})
         elif text == ":expert":
             try:
-                print(f"  {game.expert_action()}", file=out)
+                screen.say({"expert": game.expert_action()})
             except ConfigError as error:
-                print(f"  {error}", file=out)
+                screen.say({"error": str(error)})
         elif text == ":undo":
-            _show_turn(game, {}, out) if game.undo() else print("  nothing to take back", file=out)
+            if game.undo():
+                screen.show(game, {})
+            else:
+                screen.say({"error": "nothing to take back"})
         elif text.startswith(":"):
-            print(HELP, file=out)
+            screen.say({"error": f"there is no command {text}", "help": HELP})
         elif text:
             return text
     return None
 
 
-def _show_turn(game: Game, came_of_it: dict[str, Any], out: TextIO) -> None:
-    if came_of_it:
-        valid = "" if came_of_it["valid"] else "not a valid action; "
-        print(f"  {valid}reward {came_of_it['reward']:g}, dense reward {came_of_it['dense_reward']:g}", file=out)
-    if game.ended:
-        return
-    prompt, possible = game.prompt, game.info["admissible_actions"]
-    print(f"\n--- turn {len(game.actions) + 1} of {game.env.max_turns} ---\n{prompt}", file=out)
-    if not all(action in prompt for action in possible):
-        print(f"(Possible now: {', '.join(possible)})", file=out)
+class Screen(ABC):
+    """Where a game is shown and actions come from."""
+
+    def __init__(self, source: TextIO, out: TextIO) -> None:
+        self.source = source
+        self.out = out
+
+    def greet(self) -> None:  # noqa: B027 - not every screen has something to say
+        """Say how to play."""
+
+    def ask(self) -> str:
+        """The next line, "" at the end."""
+        return self.source.readline()
+
+    @abstractmethod
+    def say(self, answer: dict[str, Any]) -> None:
+        """Answer a command."""
+
+    @abstractmethod
+    def show(self, game: Game, came_of_it: dict[str, Any]) -> None:
+        """A turn: what is to be seen, and what came of the action before."""
+
+    def see_expert(self, action: str) -> None:  # noqa: B027
+        """The expert acts."""
+
+    def end(self, game: Game) -> None:  # noqa: B027
+        """Say how it went."""
 
 
-def _ending(game: Game, won: bool) -> str:
-    outcome = "won" if won else "lost" if game.ended else "stopped"
-    return (
-        f"\n{outcome} after {len(game.actions)} turns: reward {game.reward:g}, score {game.info['task_score']:g},"
-        f" dense return {game.dense_return:.3g}"
-    )
+class JsonScreen(Screen):
+    """One JSON object a line."""
+
+    def say(self, answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=self.out, flush=True)
+
+    def show(self, game: Game, came_of_it: dict[str, Any]) -> None:
+        self.say({**came_of_it, **game.state()})
+
+
+class TextScreen(Screen):
+    """For a person."""
+
+    def greet(self) -> None:
+        print(HELP, file=self.out)
+
+    def ask(self) -> str:
+        if self.source is sys.stdin and self.source.isatty():  # with editing
+            try:
+                return input("> ") + "\n"
+            except EOFError:
+                return ""
+        print("> ", end="", file=self.out, flush=True)
+        line = self.source.readline()
+        print(line.rstrip("\n"), file=self.out)
+        return line
+
+    def say(self, answer: dict[str, Any]) -> None:
+        for value in answer.values():
+            lines = value if isinstance(value, list) else [value]
+            print("\n".join(f"  {line}" for line in lines) or "  (not known)", file=self.out)
+
+    def show(self, game: Game, came_of_it: dict[str, Any]) -> None:
+        if came_of_it:
+            valid = "" if came_of_it["valid"] else "not a valid action; "
+            reward, dense = came_of_it["reward"], came_of_it["dense_reward"]
+            print(f"  {valid}reward {reward:g}, dense reward {dense:g}", file=self.out)
+        if game.ended:
+            return
+        prompt, possible = game.prompt, game.info["admissible_actions"]
+        print(f"\n--- turn {len(game.actions) + 1} of {game.env.max_turns} ---\n{prompt}", file=self.out)
+        if not all(action in prompt for action in possible):
+            print(f"(Possible now: {', '.join(possible)})", file=self.out)
+
+    def see_expert(self, action: str) -> None:
+        print(f"expert> {action}", file=self.out)
+
+    def end(self, game: Game) -> None:
+        outcome = "won" if game.info["won"] else "lost" if game.ended else "stopped"
+        print(
+            f"\n{outcome} after {len(game.actions)} turns: reward {game.reward:g}, score {game.info['task_score']:g},"
+            f" dense return {game.dense_return:.3g}",
+            file=self.out,
+        )

@@ -168,7 +168,7 @@ def test_the_expert_acts_from_any_state(games: Path) -> None:
 
 def test_the_expert_wins_official_games(official: Path) -> None:
     env = AlfworldEnv(official, max_turns=50)
-    assert (len(env.tasks()), len(env.tasks("eval")), env.skipped_games) == (200, 140, 0)
+    assert (len(env.tasks()), len(env.tasks("eval")), env.skipped_tasks) == (200, 140, 0)
     assert env.tasks("eval") == env.tasks("eval_in_distribution")
     tasks = [task for n in (0, 4) for task in one_of_each_type(env.tasks("eval"), skip=n)]
     shown = play(env, tasks, list(range(12)), expert, 50)
@@ -319,7 +319,7 @@ def test_files_that_are_no_games_are_skipped_and_counted(
     with caplog.at_level(logging.WARNING):
         tasks = env.tasks()
     assert [tmp_path / task.game / "game.tw-pddl" for task in tasks] == files[5:]
-    assert env.skipped_games == 4
+    assert env.skipped_tasks == 4
     assert [str(path) in message for path, message in zip([*files[:3], files[4]], caplog.messages, strict=True)] == [
         True
     ] * 4
@@ -344,7 +344,7 @@ def test_a_game_that_cannot_be_loaded_is_replaced_by_the_next(
         assert shown[0] == shown[1] == shown[2] == shown[3]
         gone = AlfworldTask(files[-1].parent.relative_to(tmp_path).as_posix(), tasks[0].task_type)
         assert play(env, [gone], [0], choose, 5)[0] == shown[0], "after the last comes the first"
-    assert env.skipped_games == 3
+    assert env.skipped_tasks == 3
     assert len(caplog.messages) == 3
     assert all("the next game of its split is played instead" in message for message in caplog.messages)
     for path in files[:-1]:

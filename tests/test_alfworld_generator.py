@@ -46,7 +46,7 @@ def test_folders_are_as_the_official_ones(games: Path) -> None:
     env = AlfworldEnv(games, eval_split="eval_out_of_distribution")
     splits = {name: env.tasks(name) for name in ("train", "eval_in_distribution", "eval_out_of_distribution")}
     assert [len(tasks) for tasks in splits.values()] == [COUNT - 2, 1, 1]
-    assert env.skipped_games == 0
+    assert env.skipped_tasks == 0
     assert Counter(task.task_type for task in splits["train"]) == Counter(
         [TASK_TYPES[number % 6] for number in range(2, COUNT)]
     )

@@ -65,6 +65,21 @@ def test_a_script_reads_and_writes_lines(capsys: pytest.CaptureFixture[str], mon
     assert (last["won"], last["ended"], last["reward"]) == (True, True, 10.0)
 
 
+def test_a_script_gets_json_from_commands_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ":expert\n:undo\nGo  Fridge\n:actions\n:undo\n:what\n:quit\ngo desk\n"
+    first, expert, nothing, went, actions, back, unknown = (
+        json.loads(line) for line in play(capsys, monkeypatch, typed, "--json").splitlines()
+    )
+    assert expert == {"expert": "go table"}
+    assert nothing == {"error": "nothing to take back"}
+    assert (went["action"], went["valid"], went["turn"]) == ("go fridge", True, 1)
+    assert actions == {"actions": went["admissible_actions"]}
+    assert back == first
+    assert unknown["error"] == "there is no command :what"
+
+
 def test_what_is_shown_is_the_prompt_of_training() -> None:
     """With as many earlier turns as `env.history_length`."""
     env = HouseholdEnv(prompt_style="chat")
@@ -102,6 +117,8 @@ def test_wrong_arguments(flags: list[str], message: str, capsys: pytest.CaptureF
 def test_an_environment_without_an_expert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["play", "--env", "rspo_parity:ParityEnv", "--expert"]) == 2
     assert "ParityEnv has no expert" in capsys.readouterr().err
+    assert main(["play", "--env", "household", "--expert", "--set", "env.workers=1"]) == 2
+    assert "WorkerEnv has no expert; set env.workers to 0" in capsys.readouterr().err
     out = io.StringIO()
     env = ParityEnv()
     play_game(Game(env, "pick", 3, 2), source=io.StringIO(":expert\n"), out=out)

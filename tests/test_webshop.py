@@ -324,6 +324,13 @@ def test_what_is_not_possible_elsewhere_changes_nothing() -> None:
     assert one(env, "  CLICK[ Back   to Search ] ")[4]["is_action_valid"]  # case and spaces do not matter
 
 
+def test_a_query_may_be_long_but_not_endless() -> None:
+    env = shop()
+    env.reset([0], [0])
+    assert not one(env, f"search[{'a' * 501}]")[4]["is_action_valid"]
+    assert one(env, f"search[{'a' * 500}]")[4]["is_action_valid"]
+
+
 def test_a_search_without_results() -> None:
     env = shop()
     env.reset([0], [0])

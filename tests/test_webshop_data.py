@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmark_data import data_folder
-from webshop_cases import expert_returns, needs_packages
+from webshop_cases import expert_returns, needs_packages, one, walk
 
 from rspo.config import ConfigError
 from rspo.envs.webshop import WebshopEnv, reading, reward
@@ -407,6 +407,13 @@ def test_a_damaged_line_and_archive_are_named(tmp_path: Path) -> None:
     archive.write_bytes(lzma.compress("é".encode("latin-1")))
     with pytest.raises(DataError, match=r"products_9\.jsonl\.xz is damaged: it is not UTF-8 text"):
         load_catalogue(str(folder))
+    folder = write_documents(tmp_path / "deep", [lines[0], "[" * 100_000], products)
+    with pytest.raises(DataError, match=r"is damaged: line 2, column 1: brackets are nested too deeply"):
+        load_catalogue(str(folder))
+    for name in ("items_shuffle_1000.json", "items_ins_v2_1000.json"):
+        folder = write_official(tmp_path / f"deep {name}", products, **{name: "[" * 100_000})
+        with pytest.raises(DataError, match=rf"{name} is damaged: line 1, column \d+: brackets are nested too deeply"):
+            load_catalogue(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -450,6 +457,44 @@ def test_records_that_are_no_products_are_left_out(tmp_path: Path) -> None:
     everything = write_documents(tmp_path / "none", ["5", "6"], products)
     with pytest.raises(DataError, match=r"has no product that can be used \(the first: line 1: a line must be"):
         load_catalogue(str(everything))
+
+
+def test_instructions_of_other_products_may_be_anything(tmp_path: Path) -> None:
+    products = own_products()[:2]
+    instructions = {**instructions_of(products), "X1": 5, "X2": "an instruction", "X3": {"instruction": "a thing"}}
+    human = {"X1": 5, "X2": [{}, {}]}
+    changes = {"items_ins_v2_1000.json": instructions, "items_human_ins.json": human}
+    assert check_data(write_official(tmp_path, products, **changes)).without_product == {"synthetic": 1, "human": 2}
+
+
+def test_blank_instructions_are_no_goals(tmp_path: Path) -> None:
+    products = own_products()[:3]
+    instructions = instructions_of(products)
+    instructions["P002"]["instruction"] = "  "
+    human = {"P001": [{"instruction": " .", "instruction_attributes": ["x"]}]}
+    changes = {"items_ins_v2_1000.json": instructions, "items_human_ins.json": human}
+    catalogue = load_catalogue(str(write_official(tmp_path, products, **changes)))
+    assert [product.asin for product in catalogue.products] == ["P001", "P003"]
+    assert "an instruction must be a text" in catalogue.skipped[0]
+    assert catalogue.products[0].human == ()
+
+
+def test_option_values_of_documents_can_be_clicked(tmp_path: Path) -> None:
+    """Clicks are in lower case; a value that reads like another link of the page has its option's name before it."""
+    (product,) = own_products()[:1]
+    record = json.loads(document(product))
+    record["product"]["options"] = {"Colour": ["Red", "Deep  BLUE"], "Extra": ["Features", "buy now", "none"]}
+    env = WebshopEnv(data=str(write_documents(tmp_path, [json.dumps(record)], [product])), nouns="simple")
+    goals = [*env.tasks("train"), *env.tasks("eval")]
+    won, _, _ = expert_returns(env, goals)
+    assert len(goals) == 6
+    assert all(won)
+    env.reset([0], [0])
+    item = walk(env, [env.expert_actions()[0], f"click[{product.asin.lower()}]"])
+    for value in ("red", "deep blue", "extra: features", "extra: buy now", "none"):
+        assert f"click[{value}]" in item["admissible_actions"]
+    assert "red" in walk(env, ["click[red]"])["anchor"]
+    assert "[extra: features]" in one(env, "click[extra: features]")[0]
 
 
 def test_data_without_goals(tmp_path: Path) -> None:

@@ -65,6 +65,11 @@ class BatchedEnv(ABC):
     has_dense_reward: bool = False
     has_snapshots: bool = False
 
+    @property
+    def skipped_tasks(self) -> int:
+        """Tasks that were met so far and passed over because their files are broken."""
+        return 0
+
     @abstractmethod
     def tasks(self, split: str = "train") -> Sequence[Any]:
         """All tasks of a split ("train" or "eval"); every element can be given to `reset`."""

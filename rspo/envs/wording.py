@@ -54,7 +54,7 @@ def project_tags(response: str) -> tuple[str, bool]:
     text = response.lower()
     tag = _ACTION_TAG.search(text)
     if tag is None:
-        return text[-TAIL_CHARACTERS:], False
+        return " ".join(text.split())[-TAIL_CHARACTERS:], False
     action = " ".join(tag.group(1).split())
     return action, bool(action) and _THINK_TAG.search(text) is not None
 

@@ -188,6 +188,11 @@ class WorkerEnv(BatchedEnv):
 
     # What needs no worker
 
+    @property
+    def skipped_tasks(self) -> int:
+        """Those that were found when tasks were looked for; what a worker passes over later is in its warnings."""
+        return self.local.skipped_tasks
+
     def tasks(self, split: str = "train") -> Sequence[Any]:
         return self.local.tasks(split)
 

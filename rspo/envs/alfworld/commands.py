@@ -39,11 +39,13 @@ def _generate(parsed: argparse.Namespace) -> None:
     from ...config import ConfigError
     from .generator import generate_games
 
+    if parsed.n < 3:
+        raise ConfigError(f"--n must be at least 3, one game for each split; got {parsed.n}")
     try:
         result = generate_games(
             parsed.out, parsed.n, parsed.seed, eval_share=parsed.eval_share, progress=not parsed.quiet
         )
-    except (ImportError, ValueError) as error:
+    except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     made = ", ".join(f"{count} {split}" for split, count in result.made.items())
     print(f"{parsed.out}: {made}; {result.unsolvable} that could not be won were thrown away ({result.seconds:.0f} s)")

@@ -131,8 +131,6 @@ class AlfworldEnv(ExpertEnv):
     (`rspo.envs.alfworld.progress`). A game that turns out to be broken when it is started is replaced by the next one
     of its split, which depends on the game only; it is warned of once.
 
-    skipped_games: broken game files that were met so far, when games were looked for or started.
-
     Raises ValueError when an argument is out of its range or there are no games, ImportError when the alfworld package
     is missing; both say what to do.
     """
@@ -169,7 +167,7 @@ class AlfworldEnv(ExpertEnv):
         self._broken: set[str] = set()
 
     @property
-    def skipped_games(self) -> int:
+    def skipped_tasks(self) -> int:
         return sum(games.broken for games in self._games.values()) + len(self._broken)
 
     def tasks(self, split: str = "train") -> tuple[AlfworldTask, ...]:
@@ -188,13 +186,14 @@ class AlfworldEnv(ExpertEnv):
         if not isinstance(task, AlfworldTask):
             raise TypeError(f"tasks must be AlfworldTasks; got {task!r}")
         for candidate in self._from(task):
+            if candidate.game in self._broken:
+                continue
             try:
                 path = self.root / candidate.game / "game.tw-pddl"
                 return AlfworldEpisode(path, candidate.task_type, seed, self.fast)
             except GameError as error:
-                if candidate.game not in self._broken:
-                    self._broken.add(candidate.game)
-                    logger.warning("skipped: %s; the next game of its split is played instead", error)
+                self._broken.add(candidate.game)
+                logger.warning("skipped: %s; the next game of its split is played instead", error)
         raise ValueError(f"no game of the split of {task.game!r} in {str(self.root)!r} can be played")
 
     def _from(self, task: AlfworldTask) -> Iterator[AlfworldTask]:

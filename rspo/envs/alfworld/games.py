@@ -217,8 +217,9 @@ def find_games(root: Path, split: str, task_types: Sequence[str] = TASK_TYPES) -
 
 def _game_files(folder: Path) -> Iterable[Path]:
     found = []
-    for place, folders, files in os.walk(folder, followlinks=True):
+    for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]  # games that are being made
-        if GAME_FILE in files and "movable" not in place and "Sliced" not in place:
+        within = os.path.relpath(place, folder)
+        if GAME_FILE in files and "movable" not in within and "Sliced" not in within:
             found.append(Path(place) / GAME_FILE)
     return sorted(found)

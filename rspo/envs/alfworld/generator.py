@@ -102,7 +102,10 @@ def generate_games(
     check_installed()
     folder = Path(out)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"out must be a new or an empty folder; {str(folder)!r} has something in it")
+        raise ValueError(
+            f"out must be a new or an empty folder; {str(folder)!r} has something in it (games of a generation that was"
+            " broken off are to be deleted, the same seed makes them again)"
+        )
     each = max(round(count * eval_share), 1)
     splits = ["valid_seen"] * each + ["valid_unseen"] * each + ["train"] * (count - 2 * each)
     started = time.monotonic()

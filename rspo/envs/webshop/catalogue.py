@@ -135,7 +135,8 @@ def parse_product(
     attributes = record.get("Attributes") if attributes_given else about.get("attributes", [])
     instruction = about.get("instruction")
     instruction_attributes = _texts(about.get("instruction_attributes") or (), "instruction_attributes")
-    if instruction is not None and (not isinstance(instruction, str) or not instruction_attributes):
+    is_text = isinstance(instruction, str) and bool(instruction.strip())
+    if instruction is not None and not (is_text and instruction_attributes):
         raise RecordError("an instruction must be a text and have at least one attribute in instruction_attributes")
     return Product(
         asin=asin.upper(),
@@ -178,7 +179,10 @@ def _options(record: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Values by option: as they stand in "options", else made of "customization_options" as WebShop makes them."""
     options = record.get("options")
     if isinstance(options, dict):
-        found = {str(name): _texts(values, f"options of {name!r}") for name, values in options.items()}
+        found = {
+            str(name).lower(): tuple(value.lower() for value in _texts(values, f"options of {name!r}"))
+            for name, values in options.items()
+        }
     else:
         raw = record.get("customization_options") or {}
         if not isinstance(raw, dict):
@@ -208,7 +212,7 @@ def _prices(pricing: Any) -> tuple[float, ...]:
 
 
 def _human(entries: Any) -> tuple[HumanInstruction, ...]:
-    """Those that name an attribute, as in WebShop."""
+    """Those that name an attribute, as in WebShop, and say something."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecordError(f"human instructions must be a list of objects; got {entries!r}")
     return tuple(
@@ -218,5 +222,5 @@ def _human(entries: Any) -> tuple[HumanInstruction, ...]:
             _texts(entry.get("instruction_options") or (), "instruction_options"),
         )
         for entry in entries
-        if entry.get("instruction_attributes")
+        if entry.get("instruction_attributes") and _text(entry, "instruction").strip(" .")
     )

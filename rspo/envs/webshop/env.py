@@ -241,7 +241,7 @@ class WebshopEnv(ExpertEnv):
 
 
 def _random_words(instruction: str, seed: int) -> str:
-    words = query_of(instruction).split()
+    words = query_of(instruction).split() or ["anything"]
     draw = random.Random(seed)
     length = draw.randint(1, min(6, len(words)))
     start = draw.randint(0, len(words) - length)

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from .catalogue import Catalogue, Product
 from .goals import Goal
-from .pages import RESULTS_A_PAGE, PageState
+from .pages import RESULTS_A_PAGE, PageState, link_of
 from .reward import matched_options
 
 # How instructions begin before they come to what is wanted, and how they end.
@@ -45,7 +45,7 @@ def expert_action(catalogue: Catalogue, goal: Goal, state: PageState) -> str:
     if state.is_at_product and state.code == target:
         if state.kind != "item":
             return "click[< prev]"
-        return f"click[{' '.join(next(_values_left(goal, state), 'buy now').split())}]"
+        return f"click[{next(_links_left(goal, state), 'buy now')}]"
     place = _place(catalogue, state.query, goal.product)
     if place is None:
         return "click[back to search]"
@@ -69,12 +69,12 @@ def _place(catalogue: Catalogue, query: str, product: Product) -> int | None:
     return found.index(product) if product in found else None
 
 
-def _values_left(goal: Goal, state: PageState) -> Iterator[str]:
-    """The option values still to be clicked."""
+def _links_left(goal: Goal, state: PageState) -> Iterator[str]:
+    """Links of the option values still to be chosen."""
     chosen = dict(state.chosen)
     for name, value in wanted_values(goal).items():
         if chosen.get(name) != value:
-            yield value
+            yield link_of(name, value)
 
 
 @lru_cache(maxsize=1 << 14)

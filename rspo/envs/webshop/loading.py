@@ -107,6 +107,7 @@ def data_source(data: str | os.PathLike[str] | None) -> str:
     if data is not None and not isinstance(data, str | os.PathLike):
         raise TypeError(f"data must be the path of a data directory or {OWN!r}; got {data!r}")
     source = os.environ.get(DATA_VARIABLE, "") if data is None else os.fspath(data)
+    source = os.path.expandvars(os.path.expanduser(source))
     if not source:
         raise ValueError(
             f"data must name a directory with WebShop's data, as an argument or in {DATA_VARIABLE}. {_HOW_TO_GET}"
@@ -145,10 +146,17 @@ def _loaded(files: DataFiles) -> Catalogue:
     if skipped:
         logger.warning("%s: %d products left out, the first: %s", files.products, len(skipped), skipped[0])
     left = {
-        "synthetic": sum("instruction" in about for code, about in instructions.items() if code not in products),
-        "human": sum(len(entries) for code, entries in human.items() if code not in products),
+        "synthetic": sum(
+            isinstance(about, dict) and "instruction" in about for about in _others(instructions, products)
+        ),
+        "human": sum(len(entries) for entries in _others(human, products) if isinstance(entries, list)),
     }
     return Catalogue(list(products.values()), str(files.products), skipped, left)
+
+
+def _others(by_code: dict[str, Any], products: dict[str, Product]) -> list[Any]:
+    """What stands under the codes of no product; it may be anything."""
+    return [value for code, value in by_code.items() if code not in products]
 
 
 def _by_code(path: Path) -> dict[str, Any]:

@@ -23,7 +23,10 @@ COMPACT_TITLE_WORDS = 8
 COMPACT_TEXT_WORDS = 40
 COMPACT_VALUES = 12
 
+MAX_QUERY = 500
+"""Characters of a query; a longer one is not possible."""
 SUB_PAGES = ("description", "features", "reviews")
+_OTHER_LINKS = frozenset(("back to search", "< prev", "next >", "buy now", *SUB_PAGES))
 _ACTION = re.compile(r"(search|click) ?\[(.*)\]")
 
 
@@ -96,7 +99,7 @@ class Pages:
         verb, text = parsed
         if verb == "click":
             return self.show(state).links.get(text)
-        if state.kind != "search" or not text or f"search[{text}]" == SEARCH_ACTION:
+        if state.kind != "search" or not 0 < len(text) <= MAX_QUERY or f"search[{text}]" == SEARCH_ACTION:
             return None
         return PageState("results", text)
 
@@ -152,9 +155,9 @@ class Pages:
         links = {"back to search": PageState(), "< prev": PageState("results", state.query, state.number)}
         links |= {kind: replace(state, kind=kind) for kind in SUB_PAGES}
         links["buy now"] = replace(state, kind="bought")
-        for values in product.options.values():
+        for name, values in product.options.items():
             for value in values:
-                links.setdefault(" ".join(value.split()), _choose(state, product, value))
+                links.setdefault(link_of(name, value), _choose(state, product, value))
         anchor = f"item {state.code} ({', '.join(f'{name}: {value}' for name, value in state.chosen) or 'no options'})"
         return Page("\n".join(self._item_lines(product, chosen)), anchor, links)
 
@@ -163,17 +166,17 @@ class Pages:
         if self._compact:
             yield f"item {code} {self._title(product)} {product.price_tag}"
             for name, values in product.options.items():
-                yield f"{name}{f' = {chosen[name]}' if name in chosen else ''}: {self._values(values)}"
+                yield f"{name}{f' = {chosen[name]}' if name in chosen else ''}: {self._values(name, values)}"
             return
         yield f"Product {code}: {self._title(product)}"
         yield f"Price: {product.price_tag}.{f' Rating: {product.rating}.' if product.rating else ''}"
         for name, values in product.options.items():
             status = f"you have chosen {chosen[name]}" if name in chosen else "nothing chosen yet"
-            yield f"Option {name} ({status}): {self._values(values)}"
+            yield f"Option {name} ({status}): {self._values(name, values)}"
         yield f"More about it: {', '.join(SUB_PAGES)}."
 
-    def _values(self, values: tuple[str, ...]) -> str:
-        shown = " ".join(f"[{' '.join(value.split())}]" for value in values[: self._value_limit])
+    def _values(self, name: str, values: tuple[str, ...]) -> str:
+        shown = " ".join(f"[{link_of(name, value)}]" for value in values[: self._value_limit])
         left = len(values) - self._value_limit
         return f"{shown} and {left} more" if left > 0 else shown
 
@@ -196,6 +199,13 @@ class Pages:
         if len(text) > self._text_limit:
             text = f"{text[: self._text_limit].rstrip()} ... (cut)"
         return f"{heading}\n{text}" if text else f"{heading} there are none."
+
+
+def link_of(name: str, value: str) -> str:
+    """The text of the link that chooses an option's value; with the option's name where the page has another link of
+    that text."""
+    text = " ".join(value.split())
+    return f"{name}: {text}" if text in _OTHER_LINKS else text
 
 
 def _choose(state: PageState, product: Product, value: str) -> PageState:

@@ -29,6 +29,8 @@ def read_json(path: Path) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise _damaged(path, error.lineno, error.colno, error.msg) from error
+    except RecursionError as error:
+        raise _damaged(path, 1, 1, _TOO_DEEP) from error
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -46,6 +48,8 @@ def _lines(path: Path, file: TextIO) -> Iterator[tuple[str, Any]]:
             yield f"line {number}", json.loads(line)
         except json.JSONDecodeError as error:
             raise _damaged(path, number, error.colno, error.msg) from error
+        except RecursionError as error:
+            raise _damaged(path, number, 1, _TOO_DEEP) from error
 
 
 class _ArrayReader:
@@ -112,6 +116,8 @@ class _ArrayReader:
                     self._advance(self._at + place)
                     raise self._damage(error.msg) from error
                 continue
+            except RecursionError as error:
+                raise self._damage(_TOO_DEEP) from error
             self._advance(end)
             return value
 
@@ -132,6 +138,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 _GET_AGAIN = "Get the file again."
+_TOO_DEEP = "brackets are nested too deeply"
 
 
 def _damaged(path: Path, line: int, column: int, reason: str) -> DataError:
