@@ -27,6 +27,7 @@ SUITES = {
     "trainer": "where a GRPO and an RSPO update spend their time",
     "demo": "what `make demo` shows, over three seeds",
     "paper": "the paper's tables and figures on the household environment",
+    "envspeed": "CPU time of the environments' episodes and steps",
     "environments": "a small model on ALFWorld and WebShop, with GRPO and with RSPO",
 }
 """Suites and what they show. The module `bench.<suite>` has:

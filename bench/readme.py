@@ -4,8 +4,9 @@
     python -m bench.readme --check      fails where a page is not what the result files say
 
 Every bench/results/*/{demo,kernels,traffic,trainer}.json has its place in the README; a device's `kernels` gives a
-table of the most telling cases. `paper.json` fills docs/reproduction.md. A ratio is the peer's time over ours, each
-library by its fastest provider that was right; a peer that is ahead is in bold.
+table of the most telling cases. `paper.json` fills docs/reproduction.md, `envspeed.json` and `environments.json`
+docs/environments.md. A ratio is the peer's time over ours, each library by its fastest provider that was right; a peer
+that is ahead is in bold.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .report import RESULTS, Report, markdown
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 REPRODUCTION = ROOT / "docs" / "reproduction.md"
+ENVIRONMENTS = ROOT / "docs" / "environments.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 SUITES = ("demo", "kernels", "traffic", "trainer")
@@ -46,12 +48,17 @@ Row = Mapping[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    reports, papers = read(options.results), read(options.results, ("paper",))
+    reports = read(options.results)
+    papers, worlds = read(options.results, ("paper",)), read(options.results, ("envspeed", "environments"))
     if not options.check:
-        for path, report in [*reports.items(), *papers.items()]:
+        for path, report in [*reports.items(), *papers.items(), *worlds.items()]:
             if hasattr(suite(report.suite), "plot"):
                 suite(report.suite).plot(report, path.with_suffix(".png"))
-    new = {options.readme: section(reports, options.readme.parent), options.reproduction: reproduction(papers)}
+    new = {
+        options.readme: section(reports, options.readme.parent),
+        options.reproduction: tables(papers),
+        options.environments: tables(worlds),
+    }
     stale = 0
     for page, content in new.items():
         text = page.read_text(encoding="utf-8")
@@ -94,10 +101,10 @@ def section(reports: Mapping[Path, Report], base: Path) -> str:
     return "\n\n".join(parts) or "No results yet."
 
 
-def reproduction(reports: Mapping[Path, Report]) -> str:
-    """The paper suite's tables, a level below the page's own headings."""
-    tables = [suite("paper").table(report).partition("\n")[2].replace("\n## ", "\n### ") for report in reports.values()]
-    return "\n\n".join(table.strip() for table in tables) or "No results yet."
+def tables(reports: Mapping[Path, Report]) -> str:
+    """All that suites have to show, their headings a level below the page's own."""
+    shown = (f"\n{suite(report.suite).table(report)}".replace("\n#", "\n##") for report in reports.values())
+    return "\n\n".join(text.strip() for text in shown) or "No results yet."
 
 
 def demo(report: Report) -> str:
@@ -251,6 +258,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="write nothing; fail where something would change")
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--reproduction", type=Path, default=REPRODUCTION)
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
 

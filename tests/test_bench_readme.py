@@ -88,8 +88,11 @@ def place(tmp_path: Path) -> list[str]:
     (tmp_path / "README.md").write_text(TEXT)
     KERNELS.write(tmp_path / "results" / "some-gpu" / "kernels.json")
     TRAFFIC.write(tmp_path / "results" / "interpreter" / "traffic.json")
-    (tmp_path / "reproduction.md").write_text(TEXT)
-    pages = ["--readme", str(tmp_path / "README.md"), "--reproduction", str(tmp_path / "reproduction.md")]
+    pages = []
+    for name in ("readme", "reproduction", "environments"):
+        page = tmp_path / ("README.md" if name == "readme" else f"{name}.md")
+        page.write_text(TEXT)
+        pages += [f"--{name}", str(page)]
     return [*pages, "--results", str(tmp_path / "results")]
 
 
@@ -143,8 +146,9 @@ def test_written_and_checked(place: list[str], tmp_path: Path, capsys: pytest.Ca
     assert (tmp_path / "README.md").read_text() == TEXT
     text = readme.replaced(TEXT, readme.section(readme.read(tmp_path / "results"), tmp_path))
     (tmp_path / "README.md").write_text(text)
-    assert readme.main([*place, "--check"]) == 1, "the other page"
-    (tmp_path / "reproduction.md").write_text(readme.replaced(TEXT, "No results yet."))
+    assert readme.main([*place, "--check"]) == 1, "the other pages"
+    for name in ("reproduction.md", "environments.md"):
+        (tmp_path / name).write_text(readme.replaced(TEXT, "No results yet."))
     assert readme.main([*place, "--check"]) == 0
     assert text.startswith("# Title\n\nBefore.\n")
     assert text.endswith("\n\nAfter.\n")
