@@ -1,6 +1,6 @@
 """A small model trained on ALFWorld and on WebShop, with GRPO and with RSPO, as far as a CPU gets in about an hour.
 
-Settings are those of examples/<environment>-small.yaml. Both methods start from the same policy, and GRPO goes on until
+Settings are those of recipes/<environment>-small.yaml. Both methods start from the same policy, and GRPO goes on until
 it has sampled as many trajectories as RSPO, agent B's included. Data: ALFWorld's games are generated (`rspo envs
 alfworld generate`, which needs no download) unless ALFWORLD_DATA names some; WebShop's products come from WEBSHOP_DATA,
 else from the catalogue of our own. Runs may be stopped at any time and started again.
@@ -25,10 +25,10 @@ from rspo.config_io import apply_flags, load_config
 from .execute import execute
 from .report import RESULTS, Report, environment, markdown
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+RECIPES = Path(__file__).parent.parent / "recipes"
 ENVIRONMENTS = ("alfworld", "webshop")
-STEPS = {"rspo": 36, "grpo": 84}
-"""Updates of A; as many trajectories: with k = 3, 7 of 8 tasks on-policy and 14 collected, RSPO's take 7/3 as many."""
+STEPS = {"rspo": 36, "grpo": 90}
+"""Updates of A that sample about as many trajectories: of 8 tasks, RSPO's take 7 on-policy, 8 by B and 14/3 collected."""
 TITLES = {"grpo": "GRPO", "rspo": "RSPO+GRPO"}
 SEEDS = (0,)
 GAMES = 1200
@@ -43,7 +43,7 @@ QUICK = (
 class Spec:
     """One run: a method on an environment.
 
-    flags: laid over the example's settings, for the start policy too.
+    flags: laid over the recipe's settings, for the start policy too.
     """
 
     env: str
@@ -54,7 +54,7 @@ class Spec:
 
     @property
     def key(self) -> str:
-        text = (EXAMPLES / f"{self.env}-small.yaml").read_text(encoding="utf-8")
+        text = (RECIPES / f"{self.env}-small.yaml").read_text(encoding="utf-8")
         digest = hashlib.sha256(json.dumps([text, self.steps, self.flags]).encode()).hexdigest()[:8]
         return f"{self.env}_{self.method}_seed{self.seed}_{digest}"
 
@@ -64,7 +64,7 @@ class Spec:
 
     @property
     def start_config(self) -> Config:
-        base = load_config(EXAMPLES / f"{self.env}-small.yaml", default_config(self.method))
+        base = load_config(RECIPES / f"{self.env}-small.yaml", default_config(self.method))
         return apply_flags(base, [f"run.seed={self.seed}", f"run.steps={self.steps}", *self.flags])
 
     def config(self, start: Path) -> Config:

@@ -56,6 +56,9 @@ def table(report: Report) -> str:
     rows = report.rows
     first, *_ = STARTS
     parts = [f"# The paper's experiments on household\n\n{report.caption}"]
+    planned = len(quick_plan() if report.suite.endswith("quick") else plan())
+    if len(rows) < planned:
+        parts.append(f"**{len(rows)} of {planned} runs are finished; tables hold what there is of them.**")
     for start in STARTS:
         if select(rows, start, "rspo"):
             parts.append(f"## Main comparison, start {start}\n\n{main_table(rows, start)}")
