@@ -65,8 +65,7 @@ class Bookkeeper:
         settings = self.config.evaluation
         played = sum(len(trajectories) for trajectories in evaluation.episodes.values())
         values["lost_episodes"] = settings.episodes * len(settings.temperatures) - played
-        if self.env.skipped_tasks:
-            values["skipped_tasks"] = self.env.skipped_tasks
+        values["skipped_tasks"] = self.env.skipped_tasks
         self.tracker.record("evaluation", self.step, {**values, **self.cost()})
         if self.config.evaluation.transcripts > 0:
             path = self.tracker.folder / TRANSCRIPTS / f"step-{self.step:06d}.txt"

@@ -112,7 +112,7 @@ def test_errors_of_the_command_line_name_what_is_allowed(
         return capsys.readouterr().err
 
     out = ["--out", str(tmp_path / "x"), "--quiet", "--policy", str(start)]
-    assert "available: household" in error("train", "--env", "webshop2", *out)
+    assert "available: alfworld, household, webshop, or" in error("train", "--env", "webshop2", *out)
     assert "swap.alpha must be in [0, 1)" in error("train", "--set", "swap.alpha=2", *out)
     assert "no dense reward" in error(
         "train", "--env", "rspo_toys:ParityEnv", "--set", "env.options={dense: false}", *out
