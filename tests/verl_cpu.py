@@ -7,17 +7,20 @@ that generates: a client that samples from the worker's own weights.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from rspo_parity import ParityEnv
 from transformers import AutoModelForCausalLM
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.replica import TokenOutput
 
+from rspo.envs.base import StepResult
 from rspo.integrations.verl.rows_trainer import RowsTrainer
 
 
@@ -42,8 +45,8 @@ def tiny_config(model: Path, folder: Path, *overrides: str) -> DictConfig:
         "data.val_max_samples=8",
         "data.max_prompt_length=96",
         "data.max_response_length=2",
-        "rspo.env.options.prompt_style=compact",
-        "+rspo.env.options.max_turns=3",
+        "rspo.env.name=rspo_parity:ParityEnv",
+        "~rspo.env.options.prompt_style",
         "rspo.swap.k=2",
         "rspo.swap.alpha=0.25",
         "rspo.swap.buffer_tasks=3",
@@ -57,6 +60,13 @@ def tiny_config(model: Path, folder: Path, *overrides: str) -> DictConfig:
     ]
     with initialize_config_module("rspo.integrations.verl.config", version_base=None):
         return compose("rspo_trainer", [*small, *overrides])
+
+
+class FailingEnv(ParityEnv):
+    """Raises at the first action."""
+
+    def step(self, actions: Sequence[str]) -> StepResult:
+        raise OSError("the world is gone")
 
 
 class SamplingClient:
@@ -95,7 +105,7 @@ class WorkerGroup:
         self._dispatch_info = {"actor": [0]}
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self.reference if name == "compute_ref_log_prob" else self.actor, name)
+        method = self.reference.compute_log_prob if name == "compute_ref_log_prob" else getattr(self.actor, name)
         if name in self.LOGGED:
             self.calls.append(name)
         return method
@@ -129,8 +139,6 @@ class WeightTransfer:
 
 def attach_workers(trainer: RowsTrainer, model: Path) -> list[str]:
     """Give a trainer its workers, as `init_workers` would. Returns the list that their calls are written to."""
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
     from rspo.integrations.verl.worker import SwapWorker
 
     section = trainer.config.actor_rollout_ref
@@ -139,7 +147,8 @@ def attach_workers(trainer: RowsTrainer, model: Path) -> list[str]:
     actor.init_model()
     reference = None
     if trainer.use_reference_policy:
-        reference = ActorRolloutRefWorker(section, "ref")
+        # verl's own reference worker keeps its weights in pinned memory, which needs an accelerator.
+        reference = SwapWorker(section, "actor")
         reference.init_model()
     client = SamplingClient(model)
     trainer.actor_rollout_wg = trainer.ref_policy_wg = WorkerGroup(actor, reference, calls)

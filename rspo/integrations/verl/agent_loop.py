@@ -43,10 +43,6 @@ class EnvAgentLoop(AgentLoopBase):
     An episode in which the environment fails comes back as a trajectory that is `lost`, with the traceback in the log.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        # verl's own way from messages to tokens, which it chooses by this, is not used.
-        super().__init__(*arguments, **(options | {"hf_model_type": None}))
-
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Play the episode. kwargs: the row's task_index, split and seed.
 
@@ -56,7 +52,9 @@ class EnvAgentLoop(AgentLoopBase):
         play = asyncio.get_running_loop().run_in_executor
         trajectory = await play(_threads(), self._play, sampling_params, kwargs, asyncio.get_running_loop(), timer)
         last = trajectory.turns[-1] if trajectory.turns else None
-        prompt = [self._pad_token_id] if last is None else last.prompt_ids[-self.rollout_config.prompt_length :].tolist()
+        prompt = (
+            [self._pad_token_id] if last is None else last.prompt_ids[-self.rollout_config.prompt_length :].tolist()
+        )
         response = [self._pad_token_id] if last is None else last.response_ids.tolist()
         info = {"acc": float(trajectory.won), "task_score": trajectory.task_score}
         return AgentLoopOutput(

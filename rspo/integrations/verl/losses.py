@@ -44,10 +44,7 @@ def rspo_policy_loss(
     Returns:
         loss: 0-d. metrics: "vanilla"'s, and mean and maximum of the centre.
     """
-    settings = PolicyLossConfig(
-        **clip_settings(config),
-        aggregation="token-mean" if loss_agg_mode.startswith("token-") else _aggregation(loss_agg_mode),
-    )
+    settings = PolicyLossConfig(**_clipping(config), aggregation=_aggregation(loss_agg_mode))
     behavior = None
     if rollout_is_weights is not None:
         behavior = old_log_prob - rollout_is_weights.clamp(min=SMALLEST_CENTER).log()
@@ -105,7 +102,7 @@ def actor_loss(
     return loss, metrics | {"loss": Metric(AggregationType.SUM, loss.detach())}
 
 
-def clip_settings(config: Any) -> dict[str, float]:
+def _clipping(config: Any) -> dict[str, Any]:
     """What verl's ActorConfig says of clipping, by the names of PolicyLossConfig."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return {
@@ -123,8 +120,8 @@ def _how(name: str) -> AggregationType:
 
 
 def _aggregation(loss_agg_mode: str) -> str:
-    """The sum over a sequence is divided by its horizon in the normalizer, where it may be any number."""
-    return loss_agg_mode.removesuffix("-norm")
+    """What is left to the loss when the normalizer has done its part."""
+    return "token-mean" if loss_agg_mode.startswith("token-") else loss_agg_mode.removesuffix("-norm")
 
 
 def _normalizer(

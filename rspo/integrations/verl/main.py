@@ -26,7 +26,8 @@ class TaskRunner(BaseTaskRunner):
         """Train as configured."""
         OmegaConf.resolve(config)
         self.add_actor_rollout_worker(config)
-        self.role_worker_mapping = {role: ray.remote(SwapWorker) for role in self.role_worker_mapping}
+        for role in self.role_worker_mapping:
+            self.role_worker_mapping[role] = ray.remote(SwapWorker)
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         trainer = RSPORayTrainer(
             config,

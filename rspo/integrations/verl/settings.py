@@ -1,4 +1,4 @@
-"""verl's configuration as the trainer's own: what verl has a setting for is verl's, the rest is in the section `rspo`."""
+"""verl's configuration as the trainer's own: where verl has a setting it holds, the others are the section `rspo`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ class RSPORayTrainer(RowsTrainer):
     def _rewards(self) -> tuple[RewardFunction, RewardFunction]:
         env = make_env(self.settings.env.name, **self.settings.env.options)
         try:
-            return training_rewards(self.settings, env.has_dense_reward, named_generator(self.settings.run.seed, "noise"))
+            return training_rewards(
+                self.settings, env.has_dense_reward, named_generator(self.settings.run.seed, "noise")
+            )
         finally:
             env.close()
 
@@ -246,7 +248,7 @@ class RSPORayTrainer(RowsTrainer):
         self.tracking.log(data=record, step=self.global_steps)
 
     def _due(self, every: int, before: int) -> bool:
-        """Whether something that happens every so many updates (0 or less: never), and then after the last, does now."""
+        """Whether something happens now that happens every so many updates and after the last; 0 or less: never."""
         if every <= 0:
             return False
         return self.global_steps == self.settings.run.steps or self.global_steps // every > before // every
