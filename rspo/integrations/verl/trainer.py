@@ -75,12 +75,14 @@ class RSPORayTrainer(RowsTrainer):
         self.actor_rollout_wg.set_loss_fn(partial(actor_loss, replace(self.settings.loss, aggregation="token-mean")))
 
     def fit(self) -> None:
-        """Go on to `trainer.total_training_steps` updates of A."""
+        """Go on to `trainer.total_training_steps` updates of A, from verl's latest checkpoint where there is one."""
         self.tracking = self._tracking()
         self._load_checkpoint()
         self._to_engine()
         if self.config.trainer.val_before_train:
             self.tracking.log(data=self._validate(), step=self.global_steps)
+        if self.config.trainer.val_only:
+            return
         self.task_rows = self._endless_rows()
         while self.global_steps < self.settings.run.steps:  # 3: for each loop of RSPO do
             before = self.global_steps
