@@ -88,17 +88,22 @@ class CpuPlatform(PlatformBase):
 def start() -> None:
     """Make this process the only one of a gloo group, on the CPU platform."""
     set_platform(CpuPlatform())
-    import verl.models.transformers.monkey_patch as monkey_patch
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
+    prepare_engines()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    with contextlib.suppress(AssertionError):  # registered by an earlier test
-        EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(FSDPEngineWithLMHead)
-    # verl 0.9.1 patches a class that TRL 1.16 does not have under that name any more.
-    monkey_patch.is_trl_available = lambda: False
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
+
+
+def prepare_engines() -> None:
+    """Let verl's FSDP engine run on this platform."""
+    import verl.models.transformers.monkey_patch as monkey_patch
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    with contextlib.suppress(AssertionError):  # registered before
+        EngineRegistry.register("language_model", ["fsdp", "fsdp2"], "cpu")(FSDPEngineWithLMHead)
+    # verl 0.9.1 patches a class that TRL 1.16 does not have.
+    monkey_patch.is_trl_available = lambda: False

@@ -98,8 +98,8 @@ def actor_loss(
         entropy=None if entropy is None else no_padding_2_padding(entropy, data),
         config=config,
     )
-    metrics = {name: Metric(_how(name), value) for name, value in stats.items()}
-    return loss, metrics | {"loss": Metric(AggregationType.SUM, loss.detach())}
+    # verl means these over micro-batches and processes; of a number of tokens that would be no number of tokens.
+    return loss, {name: Metric(_how(name), value) for name, value in stats.items() if name != "num_tokens"}
 
 
 def _clipping(config: Any) -> dict[str, Any]:
@@ -114,8 +114,6 @@ def _clipping(config: Any) -> dict[str, Any]:
 
 def _how(name: str) -> AggregationType:
     """How a statistic of micro-batches becomes one."""
-    if name == "num_tokens":
-        return AggregationType.SUM
     return AggregationType.MAX if name.endswith("_max") else AggregationType.MEAN
 
 

@@ -88,7 +88,7 @@ class RSPORayTrainer(RowsTrainer):
             before = self.global_steps
             self._loop()
             if self._due(self.config.trainer.save_freq, before):
-                self._save_checkpoint()
+                self._save()
         self._shutdown_dump_executor()
 
     # Algorithm 1
@@ -193,7 +193,7 @@ class RSPORayTrainer(RowsTrainer):
         weights = loss_weights(batch, settings.loss, alpha, settings.swap.mixture == "pooled", minibatches)
         with self.timer("update"):
             stats = self._train_rows(batch, rows, weights, minibatches, settings, self.random.minibatches)
-        return stats | log_center_quantiles(batch) | zero_advantages(batch)
+        return {**stats, "num_tokens": batch.num_tokens, **log_center_quantiles(batch), **zero_advantages(batch)}
 
     def _prepare(self, batch: Batch, rows: Rows) -> Batch:
         """The batch with the log-probs that an update holds fixed: old ones of replayed tokens, which are the current
@@ -217,6 +217,12 @@ class RSPORayTrainer(RowsTrainer):
         """Give the engine the actor's weights and wake it."""
         with self.timer("weights"):
             self.checkpoint_manager.update_weights(self.global_steps)
+
+    def _save(self) -> None:
+        """Write verl's checkpoint while the engine sleeps, which leaves the memory to it."""
+        self.checkpoint_manager.sleep_replicas()
+        self._save_checkpoint()
+        self._to_engine()
 
     def _endless_rows(self) -> Iterator[DataProto]:
         """Rows of `EnvTasks`, one after the other, epoch after epoch; verl's checkpoints know how far they are."""
