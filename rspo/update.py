@@ -170,7 +170,7 @@ def update(
                     raise NonFiniteError(_diagnosis(agent, batch, trajectories, config))
                 agent.step()
             statistics.add_norms(norms)
-    return statistics.result(config.optimizer.epochs) | log_center_quantiles(batch) | _critic_quality(batch)
+    return statistics.result(config.optimizer.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
 
 
 def _losses(
@@ -265,7 +265,7 @@ def _merge(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     return merged
 
 
-def log_center_quantiles(batch: Batch) -> dict[str, float]:
+def _log_center_quantiles(batch: Batch) -> dict[str, float]:
     """Quantiles of log c = log π_old - log π_B over replayed tokens: how far B has gone from A."""
     if not batch.is_replay.any():
         return {}

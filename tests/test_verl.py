@@ -20,8 +20,7 @@ from rspo.estimators import make_estimator
 from rspo.models import score
 from rspo.sections import ConfigError, EstimatorConfig
 from rspo.trajectory import REPLAY, Trajectory
-from rspo.update import Mixture
-from rspo_kernels import PolicyLossConfig
+from rspo_kernels import PolicyLossConfig, policy_loss
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -84,6 +83,32 @@ def mixed_batch(layout: str = "per_turn") -> Batch:
     batch = Batch.from_trajectories(made, layout)
     noise = 0.3 * torch.randn(batch.num_tokens)
     return replace(batch, old_logp=torch.where(batch.is_replay, batch.old_logp + noise, batch.old_logp))
+
+
+def equation_one(
+    batch: Batch, logp: Tensor, entropy: Tensor, config: PolicyLossConfig, alpha: float, pooled: bool
+) -> Tensor:
+    """(1 - α)·J_on + α·J_off of packed tokens, each part a mean of its own; or one mean."""
+    parts = (
+        [(1.0, torch.ones_like(batch.is_replay))]
+        if pooled
+        else [(1 - alpha, ~batch.is_replay), (alpha, batch.is_replay)]
+    )
+    total = torch.zeros(())
+    for weight, mask in parts:
+        loss, _ = policy_loss(
+            logp,
+            batch.advantages,
+            mask=mask,
+            old_logp=batch.old_logp,
+            behavior_logp=batch.behavior_logp,
+            ref_logp=batch.ref_logp,
+            entropy=entropy,
+            segments=batch.segments(),
+            config=config,
+        )
+        total += weight * loss
+    return total
 
 
 def test_registries() -> None:
@@ -236,7 +261,7 @@ def test_actor_loss_over_micro_batches_is_equation_one(mode: str, pooled: bool) 
     )
     batch = replace(batch, ref_logp=batch.old_logp - 0.1)
     logp, entropy = batch.old_logp + 0.3 * torch.randn(batch.num_tokens), torch.rand(batch.num_tokens)
-    expected, _ = Mixture.of(batch, config, 0.25, pooled).loss(batch, logp, entropy, config)
+    expected = equation_one(batch, logp, entropy, config, 0.25, pooled)
 
     rows = Rows.of(batch, 0)
     order = torch.from_numpy(deal_rows(batch.num_rows, 2, 2, 4, np.random.default_rng(0)))

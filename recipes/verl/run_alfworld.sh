@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 : "${ALFWORLD_DATA:?must name the folder of the games (docs/environments.md says how to get them)}"
-exec python -m rspo.integrations.verl.main --config-dir "$PWD/recipes" +verl=rspo_alfworld_qwen2.5_1.5b "$@"
+exec python -m rspo.integrations.verl.main --config-dir "$PWD/recipes" "$@" +verl=rspo_alfworld_qwen2.5_1.5b

@@ -48,19 +48,16 @@ class EnvAgentLoop(AgentLoopBase):
 
         Raises ConfigError where a prompt is longer than `rollout.prompt_length`.
         """
-        timer = PhaseTimer()
-        play = asyncio.get_running_loop().run_in_executor
-        trajectory = await play(_threads(), self._play, sampling_params, kwargs, asyncio.get_running_loop(), timer)
-        last = trajectory.turns[-1] if trajectory.turns else None
-        prompt = (
-            [self._pad_token_id] if last is None else last.prompt_ids[-self.rollout_config.prompt_length :].tolist()
-        )
-        response = [self._pad_token_id] if last is None else last.response_ids.tolist()
+        timer, loop = PhaseTimer(), asyncio.get_running_loop()
+        trajectory = await loop.run_in_executor(_threads(), self._play, sampling_params, kwargs, loop, timer)
+        prompt = response = [int(self.tokenizer.pad_token_id or 0)]
+        if trajectory.turns:
+            prompt, response = trajectory.turns[-1].prompt_ids.tolist(), trajectory.turns[-1].response_ids.tolist()
         info = {"acc": float(trajectory.won), "task_score": trajectory.task_score}
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=response,
-            response_mask=[int(last is not None)] * len(response),
+            response_mask=[int(bool(trajectory.turns))] * len(response),
             reward_score=trajectory.outcome,
             num_turns=len(trajectory),
             metrics=AgentLoopMetrics(
@@ -68,10 +65,6 @@ class EnvAgentLoop(AgentLoopBase):
             ),
             extra_fields={"trajectory": trajectory, "reward_extra_info": info},
         )
-
-    @property
-    def _pad_token_id(self) -> int:
-        return int(self.tokenizer.pad_token_id or 0)
 
     def _play(
         self, sampling_params: dict[str, Any], row: dict[str, Any], loop: asyncio.AbstractEventLoop, timer: PhaseTimer
