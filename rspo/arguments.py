@@ -85,12 +85,12 @@ def as_policy(
     model: str | os.PathLike[str] | PreTrainedModel | Policy | None,
     processing_class: PreTrainedTokenizerBase | None,
 ) -> tuple[Config, Policy | None]:
-    """The start policy and the settings that go with it; None for the small model, which is warmed up.
+    """The settings that go with a start policy, and the policy where it is an object.
 
-    A path goes into `policy.path`. An object brings dtype, device and attention, and is trained itself.
+    A path goes into `policy.path`. An object brings its dtype, device and attention.
 
-    Raises ConfigError where there is no model at the path, or an object's dtype or tokenizer does not fit; TypeError
-    for anything else.
+    Raises ConfigError where there is nothing at the path, or an object's dtype or tokenizer does not fit; TypeError for
+    anything else.
     """
     if processing_class is not None and not isinstance(model, PreTrainedModel):
         raise TypeError("processing_class goes with a transformers model object; a path or Policy has a tokenizer")
@@ -100,14 +100,17 @@ def as_policy(
         model = Policy(model, processing_class, config.policy.packs)
     if isinstance(model, Policy):
         return _settings_of(config, model), model
-    if isinstance(model, (str, os.PathLike)):
-        config = replace(config, policy=replace(config.policy, path=os.fspath(model)))
-    elif model is not None:
+    if model is None:
+        return config, None
+    if not isinstance(model, (str, os.PathLike)):
         raise TypeError(
             f"model must be a path, a transformers PreTrainedModel or an rspo.models.Policy, got {type(model).__name__}"
         )
-    path = config.policy.path
-    return config, None if path is None else Policy.load(path, config.policy)
+    if not config.policy.allow_download and not Path(model).is_dir():
+        raise ConfigError(
+            f"model={os.fspath(model)!r} is not a folder (names on a hub need policy.allow_download=true)"
+        )
+    return replace(config, policy=replace(config.policy, path=os.fspath(model))), None
 
 
 def _settings_of(config: Config, policy: Policy) -> Config:
@@ -119,13 +122,14 @@ def _settings_of(config: Config, policy: Policy) -> Config:
     if tokens > rows:
         raise ConfigError(f"processing_class has {tokens} tokens, more than the {rows} that the model embeds")
     attention = policy.model.config._attn_implementation
+    same_packing = config.policy.packs == policy.packs
     settings = replace(
         config.policy,
         path=None,  # a run keeps the model in its own folder
         dtype=dtype,
         device=str(policy.device),
         attention=attention if attention in ATTENTION else config.policy.attention,
-        packing="on" if policy.packs else "off",
+        packing=config.policy.packing if same_packing else "on" if policy.packs else "off",
     )
     return replace(config, policy=settings)
 

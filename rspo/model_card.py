@@ -15,19 +15,24 @@ from .config import Config, default_config
 from .config_io import flat_settings
 
 CITATION = "https://arxiv.org/abs/2607.04713"
-PACKAGES = ("torch", "transformers", "numpy")
+PACKAGES = ("rspo", "torch", "transformers", "numpy")
 
 
-def model_card(config: Config, log_history: Sequence[Mapping[str, float]]) -> str:
-    """A README for the Hugging Face Hub, from a run's settings and its log (`RSPOTrainer.log_history`).
+def model_card(config: Config, log_history: Sequence[Mapping[str, float]], start: str | None = None) -> str:
+    """A README for the Hugging Face Hub.
+
+    Args:
+        config: the run's settings.
+        log_history: `RSPOTrainer.log_history`.
+        start: path or hub's name of the model that training started from; None: the small one.
 
     Paths of this machine are left out: of a path only the last part is shown.
     """
     environment = config.env.name.rpartition(":")[2]
     parts = [
-        _front_matter(config, environment),
+        _front_matter(config, environment, start),
         f"# {config.title} on {environment}\n",
-        _story(config, environment, log_history),
+        _story(config, environment, log_history, start),
         _evaluation(config, log_history),
         "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         "model = AutoModelForCausalLM.from_pretrained(repo_id)\n"
@@ -38,23 +43,22 @@ def model_card(config: Config, log_history: Sequence[Mapping[str, float]]) -> st
     return "\n".join(part for part in parts if part)
 
 
-def _front_matter(config: Config, environment: str) -> str:
+def _front_matter(config: Config, environment: str, start: str | None) -> str:
     tags = ["rspo", "reinforcement-learning", "agent", config.estimator_name.rpartition(":")[2], environment]
     values: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys(tags)),
     }
-    start = config.policy.path
-    if start is not None and not Path(start).exists():
-        values["base_model"] = start  # a hub's name
+    if start and _shown(start) == start:
+        values["base_model"] = start
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
 
 
-def _story(config: Config, environment: str, log_history: Sequence[Mapping[str, float]]) -> str:
-    start = "a small model from scratch, or one of the user's own"
-    if config.policy.path is not None:
-        start = f"`{_shown(config.policy.path)}`"
+def _story(
+    config: Config, environment: str, log_history: Sequence[Mapping[str, float]], start: str | None
+) -> str:
+    start = f"`{_shown(start)}`" if start else "a small model that knows the environment's words"
     step = int(max((entry["step"] for entry in log_history), default=0))
     paper = f"Reward-Swap Policy Optimization ([paper]({CITATION}))" if config.method == "rspo" else config.title
     text = (
@@ -112,4 +116,4 @@ def _shown(value: Any) -> Any:
 
 def _versions() -> str:
     found = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    return f"## Versions\n\nrspo {version('rspo')}, Python {sys.version.split()[0]}, {found}\n"
+    return f"## Versions\n\nPython {sys.version.split()[0]}, {found}\n"

@@ -67,6 +67,7 @@ class RSPOTrainer:
         config, self._dense_reward = as_dense_reward(as_config(args), dense_reward)
         set_threads(config)
         config, self._start = as_policy(config, model, processing_class)
+        self._start_name = config.policy.path or (self._start and self._start.model.config.name_or_path)
         self.config, self.env = as_env(config, env)
         self._owns_env = self.env is not env
         check_split(self.env, self.config)
@@ -105,7 +106,7 @@ class RSPOTrainer:
             resume=resume,
             progress=self.progress,
             env=self.env,
-            policy=None if resume else self._start,
+            policy=None if resume or self.config.policy.path is not None else self._start,
             dense_reward=self._dense_reward,
             observer=self._callbacks,
         )
@@ -150,7 +151,7 @@ class RSPOTrainer:
     def create_model_card(self, output_dir: str | os.PathLike[str]) -> None:
         """Write `README.md`, the model card that `push_to_hub` uploads, into a folder. It has no paths of this
         machine. Raises StorageError."""
-        write_text(Path(output_dir) / "README.md", model_card(self.config, self.state.log_history))
+        write_text(Path(output_dir) / "README.md", model_card(self.config, self.state.log_history, self._start_name))
 
     def push_to_hub(
         self,
@@ -221,7 +222,12 @@ class RSPOTrainer:
         if self._trainer is not None:
             return self._trainer.agent.policy
         if self._start is None:
-            self._start = fresh_start(self.config, self.env, progress=self.progress)
+            path = self.config.policy.path
+            self._start = (
+                Policy.load(path, self.config.policy)
+                if path is not None
+                else fresh_start(self.config, self.env, progress=self.progress)
+            )
         return self._start
 
     def _resume(self, given: bool | str | os.PathLike[str] | None) -> bool | Path:
