@@ -34,7 +34,7 @@ def as_config(args: Config | Mapping[str, Any] | str | os.PathLike[str] | None) 
         )
     if not Path(args).is_file():
         raise ConfigError(f"args={os.fspath(args)!r} is not a file")
-    return load_config(args)
+    return load_config(Path(args))
 
 
 def as_env(config: Config, env: str | BatchedEnv | type[BatchedEnv] | None) -> tuple[Config, BatchedEnv]:

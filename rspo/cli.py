@@ -26,7 +26,16 @@ from .play import Game, choose_task, play_game
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, check_split, default_folder, how_to_go_on, open_run, set_threads, trained_policy
+from .runs import (
+    CONFIG_FILE,
+    build_env,
+    check_split,
+    default_folder,
+    how_to_go_on,
+    open_run,
+    set_threads,
+    trained_policy,
+)
 from .storage import StorageError, writing
 from .summary import summary_table
 from .warmup import fresh_policy

@@ -55,9 +55,7 @@ def _front_matter(config: Config, environment: str, start: str | None) -> str:
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
 
 
-def _story(
-    config: Config, environment: str, log_history: Sequence[Mapping[str, float]], start: str | None
-) -> str:
+def _story(config: Config, environment: str, log_history: Sequence[Mapping[str, float]], start: str | None) -> str:
     start = f"`{_shown(start)}`" if start else "a small model that knows the environment's words"
     step = int(max((entry["step"] for entry in log_history), default=0))
     paper = f"Reward-Swap Policy Optimization ([paper]({CITATION}))" if config.method == "rspo" else config.title
@@ -87,9 +85,7 @@ def _evaluation(config: Config, log_history: Sequence[Mapping[str, float]]) -> s
         suffix = f"@{temperature:g}" if number else ""
         names = ("success", "success_low", "success_high", "reward", "turns")
         success, low, high, reward, turns = (found[-1][f"{EVALUATION}{name}{suffix}"] for name in names)
-        lines.append(
-            f"| {temperature:g} | {success:.1%} | {low:.1%} to {high:.1%} | {reward:.2f} | {turns:.1f} |"
-        )
+        lines.append(f"| {temperature:g} | {success:.1%} | {low:.1%} to {high:.1%} | {reward:.2f} | {turns:.1f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -67,7 +66,8 @@ class RSPOTrainer:
         config, self._dense_reward = as_dense_reward(as_config(args), dense_reward)
         set_threads(config)
         config, self._start = as_policy(config, model, processing_class)
-        self._start_name = config.policy.path or (self._start and self._start.model.config.name_or_path)
+        name = config.policy.path if self._start is None else self._start.model.config.name_or_path
+        self._start_name: str | None = name or None
         self.config, self.env = as_env(config, env)
         self._owns_env = self.env is not env
         check_split(self.env, self.config)
@@ -146,7 +146,7 @@ class RSPOTrainer:
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
         """Write the policy as it is, with its tokenizer, as a folder that transformers loads."""
-        self._policy().save(output_dir)
+        self._policy().save(Path(output_dir))
 
     def create_model_card(self, output_dir: str | os.PathLike[str]) -> None:
         """Write `README.md`, the model card that `push_to_hub` uploads, into a folder. It has no paths of this
@@ -234,7 +234,9 @@ class RSPOTrainer:
         if not given:
             return False
         if not (self.folder / CONFIG_FILE).is_file():
-            raise ConfigError(f"resume_from_checkpoint={given!r}: {self.folder} holds no run ({CONFIG_FILE} is missing)")
+            raise ConfigError(
+                f"resume_from_checkpoint={given!r}: {self.folder} holds no run ({CONFIG_FILE} is missing)"
+            )
         if given is True:
             return True
         path = Path(given)

@@ -71,9 +71,7 @@ class Trainer:
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
-        self.reward_a, self.reward_b = training_rewards(
-            config, env.has_dense_reward, self.random.noise, dense_reward
-        )
+        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
     def train(self) -> None:
         """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way, or until the observer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,6 +67,9 @@ def by_command_line(config: Config, folder: Path, *arguments: str) -> Path:
     return folder
 
 
+quiet = partial(RSPOTrainer, progress=False)
+
+
 class Recorder(TrainerCallback):
     """Keeps the events with the step at which they came, and what they brought; `asks` sets flags at some of them."""
 
@@ -109,9 +113,11 @@ def test_importing_the_package_is_cheap() -> None:
 @pytest.mark.parametrize("kind", ["path", "model", "policy"])
 def test_a_trainer_makes_the_run_of_the_command_line(whole: Path, start: Path, tmp_path: Path, kind: str) -> None:
     config = parity("evaluation.every=2")
-    model = {"path": start, "policy": Policy.load(start, config.policy)}.get(kind) or AutoModelForCausalLM.from_pretrained(start)
+    model = {"path": start, "policy": Policy.load(start, config.policy)}.get(
+        kind
+    ) or AutoModelForCausalLM.from_pretrained(start)
     tokenizer = AutoTokenizer.from_pretrained(start) if kind == "model" else None
-    with RSPOTrainer(model, config, processing_class=tokenizer, output_dir=tmp_path / "run", progress=False) as trainer:
+    with quiet(model, config, processing_class=tokenizer, output_dir=tmp_path / "run") as trainer:
         result = trainer.train()
     assert timeless(tmp_path / "run") == timeless(whole)
     assert same(weights(tmp_path / "run/checkpoints/step-000004"), weights(whole / "checkpoints/step-000004"))
@@ -130,10 +136,12 @@ def test_a_trainer_makes_the_run_of_the_command_line(whole: Path, start: Path, t
 
 
 @pytest.mark.parametrize("given", ["object", "class", "name"])
-def test_an_environment_may_be_an_object_a_class_or_a_name(whole: Path, start: Path, tmp_path: Path, given: str) -> None:
+def test_an_environment_may_be_an_object_a_class_or_a_name(
+    whole: Path, start: Path, tmp_path: Path, given: str
+) -> None:
     env = {"object": ParityEnv(), "class": ParityEnv, "name": "rspo_toys:ParityEnv"}[given]
     config = apply_flags(parity("evaluation.every=2", f"policy.path={start}"), ["env.name=household"])
-    trainer = RSPOTrainer(args=config, env=env, output_dir=tmp_path, progress=False)
+    trainer = quiet(args=config, env=env, output_dir=tmp_path)
     assert trainer.config.env.name == f"{'rspo_toys' if given == 'name' else 'rspo_parity'}:ParityEnv"
     trainer.train()
     assert timeless(tmp_path) == timeless(whole)
@@ -143,7 +151,7 @@ def test_an_environment_may_be_an_object_a_class_or_a_name(whole: Path, start: P
 def test_without_a_model_the_small_one_is_warmed_up_as_by_the_command_line(tmp_path: Path) -> None:
     config = small_config(*WARMUP, "env.options={max_turns: 2}", "run.steps=1", method="grpo")
     by_command_line(config, tmp_path / "cli")
-    trainer = RSPOTrainer(args=tmp_path / "cli.yaml", output_dir=tmp_path / "run", progress=False)
+    trainer = quiet(args=tmp_path / "cli.yaml", output_dir=tmp_path / "run")
     before = trainer.evaluate()  # needs the start policy before the run has a folder
     trainer.train()
     assert timeless(tmp_path / "run") == timeless(tmp_path / "cli")
@@ -168,7 +176,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 
     def trainer(*callbacks: TrainerCallback) -> RSPOTrainer:
         given = start if model == "path" else small_policy()
-        return RSPOTrainer(given, config, output_dir=tmp_path, callbacks=callbacks, progress=False)
+        return quiet(given, config, output_dir=tmp_path, callbacks=callbacks)
 
     with pytest.raises(KeyboardInterrupt):
         trainer(Killed()).train()
@@ -189,10 +197,10 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 
 def test_going_on_from_an_earlier_checkpoint_forgets_the_newer_ones(start: Path, tmp_path: Path) -> None:
     config = parity("run.save_every=1", "run.keep=9", "swap.k=1")
-    RSPOTrainer(start, config, output_dir=tmp_path, progress=False).train()
+    quiet(start, config, output_dir=tmp_path).train()
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
     assert names == [f"step-00000{step}" for step in (1, 2, 3, 4)]
-    trainer = RSPOTrainer(start, apply_flags(config, ["run.steps=2"]), output_dir=tmp_path, progress=False)
+    trainer = quiet(start, apply_flags(config, ["run.steps=2"]), output_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"run\.steps must be at least the 3 updates already made, got 2"):
         trainer.train(resume_from_checkpoint=tmp_path / "checkpoints" / "step-000003")
     assert len(list((tmp_path / "checkpoints").iterdir())) == 4, "an error deletes nothing"
@@ -206,8 +214,8 @@ def test_a_run_that_was_never_saved_starts_over_from_the_given_model(whole: Path
     policy = small_policy()
     config = parity("evaluation.every=2", "run.save_every=0")
     with pytest.raises(KeyboardInterrupt):
-        RSPOTrainer(policy, config, output_dir=tmp_path, callbacks=[Killed], progress=False).train()
-    RSPOTrainer(policy, config, output_dir=tmp_path, progress=False).train(resume_from_checkpoint=True)
+        quiet(policy, config, output_dir=tmp_path, callbacks=[Killed]).train()
+    quiet(policy, config, output_dir=tmp_path).train(resume_from_checkpoint=True)
     assert timeless(tmp_path) == timeless(whole)
 
 
@@ -219,8 +227,8 @@ def test_settings_may_be_a_dictionary_a_file_or_a_config(tmp_path: Path) -> None
     (tmp_path / "args.yaml").write_text(yaml.safe_dump(values))
     expected = apply_flags(Config(method="gigpo"), ["run.seed=3", "rollout.temperature=0.7"])
     for args in (values, tmp_path / "args.yaml", str(tmp_path / "args.yaml"), expected):
-        assert RSPOTrainer(args=args, progress=False).config == expected
-    trainer = RSPOTrainer(args={"method": "ppo"}, progress=False)
+        assert quiet(args=args).config == expected
+    trainer = quiet(args={"method": "ppo"})
     assert trainer.config.rollout.group_size == 1, "the preset of the method"
     assert trainer.folder == Path("runs/ppo-household-seed0")
 
@@ -238,9 +246,14 @@ def test_a_dense_reward_may_be_any_function(start: Path, tmp_path: Path) -> None
 
     def trainer(name: str, dense_reward: Any) -> RSPOTrainer:
         config = parity("run.steps=2", "rewards.dense_scale=4")
-        return RSPOTrainer(start, config, dense_reward=dense_reward, output_dir=tmp_path / name, progress=False)
+        return quiet(start, config, dense_reward=dense_reward, output_dir=tmp_path / name)
 
-    for name, dense_reward in (("named", "test_rspo_hf:half"), ("function", half), ("nested", nested), ("environment", None)):
+    for name, dense_reward in (
+        ("named", "test_rspo_hf:half"),
+        ("function", half),
+        ("nested", nested),
+        ("environment", None),
+    ):
         trainer(name, dense_reward).train()
     assert timeless(tmp_path / "named") == timeless(tmp_path / "function") == timeless(tmp_path / "nested")
     assert timeless(tmp_path / "named") != timeless(tmp_path / "environment")
@@ -256,17 +269,18 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
 
     model = AutoModelForCausalLM.from_pretrained(start)
     double = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
-    tokenizer = AutoTokenizer.from_pretrained(start)
+    words = AutoTokenizer.from_pretrained(start)
     bigger = AutoTokenizer.from_pretrained(start)
     bigger.add_tokens([f"new{i}" for i in range(2000)])
     plain = parity(f"policy.path={start}")
+    workers = apply_flags(plain, ["env.workers=2"])
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (TypeError, "model must be a path, a transformers PreTrainedModel", {"model": 3}),
         (ConfigError, "model='no/such' is not a folder", {"model": "no/such"}),
         (TypeError, "processing_class must be the tokenizer", {"model": model}),
-        (TypeError, "processing_class goes with a transformers model", {"processing_class": tokenizer}),
+        (TypeError, "processing_class goes with a transformers model", {"processing_class": words}),
         (ConfigError, "processing_class has 20.. tokens, more than", {"model": model, "processing_class": bigger}),
-        (ConfigError, "model must have weights of type .*, got float64", {"model": double, "processing_class": tokenizer}),
+        (ConfigError, "model must have weights of type .*, got float64", {"model": double, "processing_class": words}),
         (TypeError, "args must be a Config, a dictionary", {"args": 3}),
         (ConfigError, "args='no.yaml' is not a file", {"args": "no.yaml"}),
         (ConfigError, "unknown setting 'run.stepz'", {"args": {"run": {"stepz": 1}}}),
@@ -274,7 +288,7 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
         (TypeError, "env must be a name, or an rspo.envs.BatchedEnv", {"env": dict}),
         (ConfigError, "unknown environment 'alfwrld'", {"env": "alfwrld"}),
         (ConfigError, "env=.*Homeless.* with env.options={}: .*needed", {"env": Homeless}),
-        (ConfigError, "env.workers=2 needs an environment", {"env": ParityEnv(), "args": apply_flags(plain, ["env.workers=2"])}),
+        (ConfigError, "env.workers=2 needs an environment", {"env": ParityEnv(), "args": workers}),
         (ConfigError, "this environment has no dense reward", {"env": ParityEnv(dense=False)}),
         (TypeError, "dense_reward must be a function", {"dense_reward": 3}),
         (ConfigError, "rewards.dense='nomodule:f' cannot be imported", {"dense_reward": "nomodule:f"}),
@@ -282,22 +296,25 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
     ]  # fmt: skip
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
-            RSPOTrainer(**{"args": plain, "output_dir": tmp_path / "run", "progress": False, **arguments})
+            quiet(**{"args": plain, "output_dir": tmp_path / "run", **arguments})
     assert not (tmp_path / "run").exists()
 
-    trainer = RSPOTrainer(args=plain, output_dir=tmp_path / "run", progress=False)
-    with pytest.raises(ConfigError, match="resume_from_checkpoint=True: .* holds no run"):
+    trainer = quiet(args=plain, output_dir=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=True: .* holds no run"):
         trainer.train(resume_from_checkpoint=True)
     trainer.train()
-    with pytest.raises(ConfigError, match="already holds a run.*output_dir"):
+    with pytest.raises(ConfigError, match=r"already holds a run.*output_dir"):
         trainer.train()
-    with pytest.raises(ConfigError, match="step-000003 is not a checkpoint of the run in .* which has step-000002"):
+    with pytest.raises(ConfigError, match=r"step-000003 is not a checkpoint of the run in .* which has step-000002"):
         trainer.train(resume_from_checkpoint=tmp_path / "run" / "checkpoints" / "step-000003")
-    for wrong, message in (({"episodes": 0}, "episodes must be >= 1"), ({"temperature": -1.0}, "temperatures must be > 0")):
+    for wrong, message in (
+        ({"episodes": 0}, "episodes must be >= 1"),
+        ({"temperature": -1.0}, "temperatures must be > 0"),
+    ):
         with pytest.raises(ConfigError, match=rf"evaluation\.{message}"):
             trainer.evaluate(**wrong)
     with pytest.raises(ConfigError, match=r"evaluation\.split='tset'"):
-        RSPOTrainer(small_policy(), env="household", progress=False).evaluate(split="tset")
+        quiet(small_policy(), env="household").evaluate(split="tset")
 
 
 # Callbacks
@@ -306,7 +323,7 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
 def test_callbacks_are_called_in_order_with_state_and_control(start: Path, tmp_path: Path) -> None:
     first, second = Recorder(), Recorder()
     config = parity("evaluation.every=2", "run.steps=3", "run.save_every=2")
-    trainer = RSPOTrainer(start, config, callbacks=[first], output_dir=tmp_path, progress=False)
+    trainer = quiet(start, config, callbacks=[first], output_dir=tmp_path)
     trainer.add_callback(second)
     trainer.add_callback(PrinterCallback)
     trainer.remove_callback(PrinterCallback)
@@ -350,14 +367,15 @@ def test_control_asks_for_evaluations_checkpoints_and_the_end(start: Path, tmp_p
     }
     recorder = Recorder(asks)
     config = parity("run.steps=20", "run.save_every=0", "run.keep=9")
-    trainer = RSPOTrainer(start, config, callbacks=[recorder], output_dir=tmp_path, progress=False)
+    trainer = quiet(start, config, callbacks=[recorder], output_dir=tmp_path)
     assert trainer.train().global_step == 6, "the loop of two updates is finished"
     assert recorder.steps("on_evaluate") == [0, 1]
     assert recorder.steps("on_save") == [4, 6]
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
 
     # What was asked for changes nothing of the training.
-    RSPOTrainer(start, config, output_dir=tmp_path / "quiet", callbacks=[Recorder({("on_step_end", 6): "should_training_stop"})], progress=False).train()  # fmt: skip
+    stop = Recorder({("on_step_end", 6): "should_training_stop"})
+    quiet(start, config, output_dir=tmp_path / "quiet", callbacks=[stop]).train()
     updates = [[r for r in timeless(folder) if r["kind"] != "evaluation"] for folder in (tmp_path, tmp_path / "quiet")]
     assert updates[0] == updates[1]
 
@@ -368,7 +386,7 @@ def test_early_stopping_stops_and_its_patience_survives_a_resume(start: Path, tm
 
     def trainer(name: str, *more: TrainerCallback) -> RSPOTrainer:
         callbacks = [EarlyStoppingCallback(early_stopping_patience=3), *more]
-        return RSPOTrainer(start, config, callbacks=callbacks, output_dir=tmp_path / name, progress=False)
+        return quiet(start, config, callbacks=callbacks, output_dir=tmp_path / name)
 
     whole = trainer("whole")
     assert whole.train().global_step == 3
@@ -384,20 +402,21 @@ def test_early_stopping_stops_and_its_patience_survives_a_resume(start: Path, tm
 
 def test_best_may_mean_least(start: Path, tmp_path: Path) -> None:
     config = parity("evaluation.every=1", "run.save_every=1", "swap.k=1", "run.keep=9", "optimizer.learning_rate=0.03")
-    trainer = RSPOTrainer(start, config, output_dir=tmp_path, metric_for_best_model="reward", greater_is_better=False, progress=False)  # fmt: skip
+    best = {"metric_for_best_model": "reward", "greater_is_better": False}
+    trainer = quiet(start, config, output_dir=tmp_path, **best)
     trainer.train()
     values = [record["reward"] for record in read_metrics(tmp_path, "evaluation")]
     assert len(set(values)) > 1
-    best = values.index(min(values))
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (values[best], best)
-    checkpoint = str(tmp_path / "checkpoints" / f"step-{best:06d}") if best else None
+    step = values.index(min(values))
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (values[step], step)
+    checkpoint = str(tmp_path / "checkpoints" / f"step-{step:06d}") if step else None
     assert trainer.state.best_model_checkpoint == checkpoint
 
 
 def test_transformers_own_printers_work(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callbacks = [ProgressCallback, PrinterCallback]
     config = parity("run.steps=2")
-    RSPOTrainer(start, config, callbacks=callbacks, output_dir=tmp_path, progress=False).train()
+    quiet(start, config, callbacks=callbacks, output_dir=tmp_path).train()
     shown = capsys.readouterr()
     assert shown.out.count("'approx_kl_k3'") == 4, "each prints both updates"
     assert shown.out.count("'eval_success'") == 4
@@ -410,7 +429,7 @@ def test_transformers_own_printers_work(start: Path, tmp_path: Path, capsys: pyt
 def test_evaluate_measures_the_policy_as_it_is(start: Path, tmp_path: Path) -> None:
     recorder = Recorder()
     config = parity("evaluation.episodes=16")
-    trainer = RSPOTrainer(start, config, output_dir=tmp_path, callbacks=[recorder], progress=False)
+    trainer = quiet(start, config, output_dir=tmp_path, callbacks=[recorder])
     expected = evaluate(Policy.load(start, config.policy), ParityEnv(), config).metrics()
     assert trainer.evaluate() == {f"eval_{name}": value for name, value in expected.items()}
     assert recorder.details[-1]["metrics"] == trainer.evaluate()
@@ -426,19 +445,20 @@ def test_evaluate_measures_the_policy_as_it_is(start: Path, tmp_path: Path) -> N
 
 
 def test_saved_models_load_with_transformers(start: Path, tmp_path: Path) -> None:
-    trainer = RSPOTrainer(start, parity("run.steps=2"), output_dir=tmp_path / "run", progress=False)
+    trainer = quiet(start, parity("run.steps=2"), output_dir=tmp_path / "run")
     trainer.train()
     trainer.save_model(tmp_path / "model")
     saved = list(trainer.model.state_dict().values())
     assert same(weights(tmp_path / "model"), saved)
     assert not same(weights(start), saved)
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").encode("go kitchen") == trainer.processing_class.encode("go kitchen")  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.encode("go kitchen") == trainer.processing_class.encode("go kitchen")
 
 
 @pytest.fixture(scope="module")
 def trained(start: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> RSPOTrainer:
     folder = tmp_path_factory.mktemp("secret-place") / "run"
-    trainer = RSPOTrainer(start, parity("run.steps=2", "run.seed=7"), output_dir=folder, progress=False)
+    trainer = quiet(start, parity("run.steps=2", "run.seed=7"), output_dir=folder)
     trainer.train()
     return trainer
 
@@ -466,7 +486,8 @@ def test_the_model_card_has_what_was_trained_how_and_with_which_result(trained: 
 def test_a_model_from_the_hub_is_named_as_the_base(start: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(start)
     model.config.name_or_path = "someone/some-model"
-    trainer = RSPOTrainer(model, parity(), processing_class=AutoTokenizer.from_pretrained(start), output_dir=tmp_path, progress=False)  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    trainer = quiet(model, parity(), processing_class=tokenizer, output_dir=tmp_path)
     trainer.create_model_card(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert yaml.safe_load(card.split("---\n")[1])["base_model"] == "someone/some-model"
@@ -495,7 +516,7 @@ def test_only_push_to_hub_uploads_and_it_uploads_model_tokenizer_and_card(
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    other = RSPOTrainer(trained.config.policy.path, trained.config, output_dir=tmp_path / "run", progress=False)
+    other = quiet(trained.config.policy.path, trained.config, output_dir=tmp_path / "run")
     other.train()
     other.evaluate()
     other.save_model(tmp_path / "model")

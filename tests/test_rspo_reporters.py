@@ -78,7 +78,9 @@ def reported(folder: Path, start: Path, *flags: str) -> tuple[dict[str, list[dic
 
 
 @pytest.fixture(scope="module")
-def run(start: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[dict[str, Any]]], list[bytes]]:
+def run(
+    start: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[dict[str, Any]]], list[bytes]]:
     folder = tmp_path_factory.mktemp("reported") / "mine"
     return folder, *reported(folder, start, "run.report_to=[wandb, trackio]")
 
@@ -163,9 +165,7 @@ def test_a_missing_package_is_an_error_before_anything_is_played(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_mode_that_wandb_does_not_know_is_named(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mode_that_wandb_does_not_know_is_named(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is an extra")
     monkeypatch.setenv("WANDB_MODE", "onlin")
     config = small_config(f"policy.path={start}", "run.report_to=wandb")

@@ -12,7 +12,8 @@ from .tensorboard_reporter import TensorBoardReporter
 from .trackio_reporter import TrackioReporter
 from .wandb_reporter import WandbReporter
 
-_BY_NAME: dict[str, type[Reporter]] = {kind.name: kind for kind in (TensorBoardReporter, WandbReporter, TrackioReporter)}
+_KINDS: tuple[type[ScalarReporter], ...] = (TensorBoardReporter, WandbReporter, TrackioReporter)
+_BY_NAME: dict[str, type[Reporter]] = {kind.name: kind for kind in _KINDS}
 
 
 def find_reporters(names: Sequence[str]) -> list[type[Reporter]]:

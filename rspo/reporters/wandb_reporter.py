@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal, cast
 from uuid import uuid4
 
 from ..config import ConfigError
@@ -49,7 +50,7 @@ class WandbReporter(ScalarReporter):
                 name=os.environ.get("WANDB_NAME", folder.resolve().name),
                 id=_run_id(folder),
                 resume="allow" if mode == "online" else None,
-                mode=mode,
+                mode=cast(Literal["online", "offline", "disabled"], mode),
                 dir=str(folder),
                 config=flat_settings(config),
                 reinit="create_new",
