@@ -18,6 +18,9 @@ from rspo_kernels.config import DEFAULTS
 from .config import PRESETS, Config, ConfigError
 from .storage import write_text
 
+CONFIG_FILE = "config.yaml"
+"""Under which a run's folder holds its configuration."""
+
 
 def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
     """The named preset of a method. Raises ConfigError naming the presets there are."""
@@ -31,9 +34,15 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     file."""
     values = _read(path)
     try:
-        return overlay(base or preset("default", **_method_names(values)), values)
+        return config_from(values, base)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def config_from(values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """Sections as in a YAML file, laid over `base` or over the default preset of their own method."""
+    config: Config = overlay(base or preset("default", **_method_names(values)), values)
+    return config
 
 
 def method_names(path: str | Path) -> dict[str, str]:
