@@ -1,0 +1,247 @@
+"""How much memory of a device a run takes: calculated from a model's shape and a few settings, before anything is made.
+
+Weights, gradients and optimiser states are exact. What a micro-batch keeps for its backward pass is exact for decoders
+of Llama's kind (RMSNorm, gated MLP) as transformers writes them.
+Everything else that lives for a moment is estimated by its largest part, and what the allocator loses to fragments is
+not in it: leave a tenth of the device free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .model_shapes import ModelShape
+
+FLOAT32 = 4
+CHUNK_ROWS = 2560
+"""Rows whose logits the fused loss makes at once on a GPU, at most."""
+USABLE = 0.9
+"""Share of a device's memory that an estimate may fill."""
+
+
+@dataclass(frozen=True)
+class MemorySetup:
+    """What decides on memory.
+
+    Args:
+        shape: of the policy, its reference and its critic.
+        weight_bytes: of one weight as the model computes with it; below 4, float32 masters are trained beside.
+        ranks: processes, each with a device of its own.
+        sharded: float32 weights, gradients and optimiser states are spread over the ranks (FSDP), and a layer's weights
+            are put together in the model's dtype for as long as it computes.
+        adapter_rank: LoRA: the model is frozen and an adapter of this rank in float32 is trained. 0: all weights are.
+        agent_b: while there are two agents, B is a full copy on the "device", a copy while A waits in the CPU's memory
+            ("offload"), an adapter over A's weights ("adapter"), or there is "none".
+        adapter_rank_b: of B's adapter.
+        reference: a frozen copy of the start policy is kept (with LoRA: the adapter switched off, no copy).
+        critic: "none", "own" body as large as the policy's, or "shared".
+        micro_batch_tokens: tokens of one training pass.
+        micro_batch_responses: response tokens among them.
+        eager: attention keeps the matrix of its weights, which the others do not.
+        checkpointing: layers are computed again in the backward pass, and only their inputs are kept.
+        fused: the loss makes logits a chunk at a time.
+        generated_rows: sequences that the training model generates at once; 0: another engine does.
+        prompt_tokens, response_tokens: the longest of one sequence.
+    """
+
+    shape: ModelShape
+    weight_bytes: int = 2
+    ranks: int = 1
+    sharded: bool = False
+    adapter_rank: int = 0
+    agent_b: str = "device"
+    adapter_rank_b: int = 32
+    reference: bool = True
+    critic: str = "none"
+    micro_batch_tokens: int = 16384
+    micro_batch_responses: int = 4096
+    eager: bool = False
+    checkpointing: bool = True
+    fused: bool = True
+    generated_rows: int = 64
+    prompt_tokens: int = 4096
+    response_tokens: int = 512
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes that stay on a device between two updates, by what they are."""
+        trained = Trained.of(self, self.shape.parameters)
+        parts = {"weights": trained.weights, "float32 masters": trained.masters}
+        if self.adapter_rank:
+            frozen = self._frozen(self.shape.parameters)
+            parts = {"weights, frozen": frozen, "adapter": trained.masters}
+        parts |= {"Adam's moments": trained.moments, "gradients": trained.gradients}
+        critic = self._critic.total if self.critic == "own" else 0
+        parts["critic"] = critic
+        parts["agent B"] = self._agent_b(trained.total, critic)
+        if self.agent_b == "offload":
+            # A waits elsewhere, B takes its place.
+            parts["agent B"] = 0
+        parts["reference"] = self._frozen(self.shape.parameters) if self.reference and not self.adapter_rank else 0
+        return {name: size for name, size in parts.items() if size}
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Bytes that come and go on a device: only one of them is there at a time."""
+        return {
+            "generation": self.kv_cache + self.prefill,
+            "a micro-batch": self.activations + self.head + self._gathered_layers,
+            "the optimiser's step": self._step,
+        }
+
+    @property
+    def peak(self) -> int:
+        """Most bytes at once: what stays, and the largest phase."""
+        return sum(self.parts.values()) + max(self.phases.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the CPU's memory, of each process: agent A, while it waits for B."""
+        if self.agent_b != "offload":
+            return 0
+        critic = self._critic.total if self.critic == "own" else 0
+        return Trained.of(self, self.shape.parameters).total + critic
+
+    @property
+    def kv_cache(self) -> int:
+        """Keys and values of the sequences that are generated at once."""
+        a_token = 2 * self.shape.layers * self.shape.kv_width * self.weight_bytes
+        return self.generated_rows * (self.prompt_tokens + self.response_tokens) * a_token
+
+    @property
+    def prefill(self) -> int:
+        """The widest moment of reading the prompts, inside a gated MLP, which is where a forward pass without a graph
+        is at its largest; where weights are sharded, also the whole model, put together for the rollout."""
+        if not self.generated_rows:
+            return 0
+        numbers = 2 * self.shape.hidden_size + 3 * self.shape.intermediate_size
+        gathered = self.shape.parameters * self.weight_bytes if self.sharded else 0
+        return self.generated_rows * self.prompt_tokens * numbers * self.weight_bytes + gathered
+
+    @property
+    def activations(self) -> int:
+        """What a micro-batch keeps for its backward pass up to the last hidden states, those of a critic's own body
+        included."""
+        passes = 2 if self.critic == "own" else 1
+        return passes * self.micro_batch_tokens * self.graph_bytes_per_token
+
+    @property
+    def graph_bytes_per_token(self) -> int:
+        """Bytes of a training pass's graph for one token."""
+        layer, layers = self.layer_graph_bytes, self.shape.layers
+        if self.checkpointing:
+            inside = layers * self.shape.hidden_size * self.weight_bytes + layer
+        else:
+            inside = layers * layer
+        positions = 2 * self.shape.head_dim * self.weight_bytes  # cosines and sines
+        return inside + self._norm_graph_bytes(self.shape.hidden_size, trained=not self.adapter_rank) + positions + 8
+
+    @property
+    def layer_graph_bytes(self) -> int:
+        """Bytes of one layer's graph for one token: what transformers' modules save for their backward pass."""
+        shape, size, full = self.shape, self.weight_bytes, not self.adapter_rank
+        hidden, inner = shape.hidden_size, shape.intermediate_size
+        query, kv = shape.query_width, shape.kv_width
+        norms = shape.layer_norms * self._norm_graph_bytes(hidden, trained=full)
+        if self.eager:  # q, k and v for each head, the output; the weights, in float32 and in the model's dtype
+            width = self.prompt_tokens + self.response_tokens
+            kept = FLOAT32 + (size if size < FLOAT32 else 0)
+            attention = 4 * query * size + shape.heads * width * kept
+        else:
+            attention = (2 * query + 2 * kv) * size + FLOAT32 * shape.heads  # q, k, v, the output, its log-sum
+        if shape.qk_norm:
+            head_norm = self._norm_graph_bytes(shape.head_dim, trained=full)
+            attention += (shape.heads + shape.kv_heads) * head_norm
+        mlp = 3 * inner * size  # the gate before and after its activation, and what it is multiplied with
+        if full:
+            return norms + attention + mlp + 2 * hidden * size + inner * size  # and the inputs of the linear layers
+        if size == FLOAT32:
+            inputs = (2 * hidden + inner) * size
+        else:  # peft's adapters each take a float32 copy of their input
+            inputs = (5 * hidden + query + inner) * FLOAT32
+        return norms + attention + mlp + inputs + 7 * self.adapter_rank * FLOAT32
+
+    def _norm_graph_bytes(self, width: int, trained: bool) -> int:
+        """RMSNorm: its input in float32, one number for each row, and where its weight is trained the normalised
+        input."""
+        return FLOAT32 * width + FLOAT32 + (self.weight_bytes * width if trained else 0)
+
+    @property
+    def logits(self) -> int:
+        """Logits of a micro-batch's response tokens and their gradient, as far as they are made at once."""
+        return 2 * self.micro_batch_responses * self.shape.vocab_size * self.weight_bytes
+
+    @property
+    def head(self) -> int:
+        """What the output head and the loss need in a micro-batch."""
+        hidden = 2 * self.micro_batch_responses * self.shape.hidden_size * self.weight_bytes
+        if not self.fused:
+            return self.logits + hidden
+        chunk = min(self.micro_batch_responses, CHUNK_ROWS) * self.shape.vocab_size * self.weight_bytes
+        # The gradient of the head's weight is summed up in float32; each chunk's share comes in the model's dtype.
+        weight = 0 if self.adapter_rank else self.shape.vocab_size * self.shape.hidden_size
+        return chunk + hidden + weight * (FLOAT32 + self.weight_bytes)
+
+    @property
+    def logits_avoided(self) -> int:
+        """Bytes that the fused loss saves in a micro-batch."""
+        return replace(self, fused=False).head - replace(self, fused=True).head
+
+    @property
+    def _critic(self) -> Trained:
+        return Trained.of(replace(self, adapter_rank=0), self.shape.body_parameters + self.shape.hidden_size + 1)
+
+    def _agent_b(self, policy: int, critic: int) -> int:
+        if self.agent_b == "none":
+            return 0
+        if self.agent_b == "adapter":
+            adapter = replace(self, adapter_rank=self.adapter_rank_b)
+            return Trained.of(adapter, self.shape.parameters).total + critic
+        return policy + critic
+
+    def _frozen(self, parameters: int) -> int:
+        return parameters * self.weight_bytes // (self.ranks if self.sharded else 1)
+
+    @property
+    def _gathered_layers(self) -> int:
+        """Sharded weights that are put together at once: a layer, the next one, and the embeddings with the head."""
+        if not self.sharded:
+            return 0
+        shape = self.shape
+        embeddings = shape.vocab_size * shape.hidden_size
+        heads = shape.parameters - shape.body_parameters + embeddings
+        return self.weight_bytes * (heads + 2 * (shape.body_parameters - embeddings) // shape.layers)
+
+    @property
+    def _step(self) -> int:
+        """AdamW on a GPU takes the root of all second moments at once."""
+        policy = Trained.of(self, self.shape.parameters)
+        return max(policy.moments, self._critic.moments if self.critic == "own" else 0) // 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Bytes on a device of weights that an optimiser changes, after a first update."""
+
+    weights: int
+    masters: int
+    moments: int
+    gradients: int
+
+    @classmethod
+    def of(cls, setup: MemorySetup, parameters: int) -> Trained:
+        """Of this many weights, or under LoRA of the adapter, which has no other weights than its masters."""
+        if setup.adapter_rank:
+            number = setup.shape.adapter_parameters(setup.adapter_rank)
+            return cls(0, FLOAT32 * number, 2 * FLOAT32 * number, FLOAT32 * number)
+        if setup.sharded:
+            number = -(-parameters // setup.ranks)
+            return cls(0, FLOAT32 * number, 2 * FLOAT32 * number, FLOAT32 * number)
+        size, has_masters = setup.weight_bytes, setup.weight_bytes < FLOAT32
+        master = FLOAT32 * parameters if has_masters else 0
+        return cls(size * parameters, master, 2 * FLOAT32 * parameters, size * parameters + master)
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.masters + self.moments + self.gradients
