@@ -164,18 +164,20 @@ class Flops:
         gradient of the model's own weights.  critic: a body of its own."""
         config = work.config
         loop = work.updates_a
-        a_row = work.row_tokens * work._turns_in_rows
-        trained = (work.updates_a * (work.on_policy + work.replayed) + work.updates_b * work.on_policy) * a_row / loop
-        sampled = work.sampled * a_row / loop
+        trajectory = work.tokens / (work.on_policy + work.replayed)
+        trained = (work.tokens * work.updates_a + work.on_policy * trajectory * work.updates_b) / loop
+        sampled = work.sampled * trajectory / loop
+        # Without a cache between turns, every turn reads its prompt anew, in a conversation too.
+        generated = work.sampled * work.max_turns * work.row_tokens / loop
         forward = 2.0 * shape.parameters
         passes = (2 if frozen else 3) + checkpointing
-        models = 1.0 + (shape.body_parameters / shape.parameters if critic else 0.0)
-        training = config.optimizer.epochs * passes * forward * models * trained
-        scored = work.updates_a * work.replayed * a_row / loop  # old log-probs
+        critic_size = shape.body_parameters / shape.parameters if critic else 0.0
+        training = config.optimizer.epochs * passes * forward * (1.0 + critic_size) * trained
+        scored = work.replayed * trajectory  # old log-probs
         scored += trained if config.loss.kl_coef > 0 else 0.0
         scored += sampled if config.rescores else 0.0
-        scored += trained * (models - 1.0)
-        return cls(training, forward * scored, forward * sampled)
+        scored += trained * critic_size
+        return cls(training, forward * scored, forward * generated)
 
     @property
     def total(self) -> float:
