@@ -221,7 +221,11 @@ def _add_envs(commands: _Commands) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="default, or paper: every setting as the paper's; replaces the one that --config names")
+    parser.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="default, or paper: every setting as the paper's; replaces the one that --config names",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
     if training:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,9 @@ from .config import Config, ConfigError
 from .envs import BatchedEnv, find_factory
 from .estimators import make_estimator
 from .memory import USABLE, MemorySetup
+from .model_checks import check_attention_device
 from .model_shapes import ModelShape, dense_shape, local_shape, published_shape
+from .policy_module import LARGE_VOCABULARY
 from .reporters import find_reporters
 from .rewards import training_rewards
 from .runs import build_env, check_split
@@ -88,8 +89,8 @@ def memory_setup(config: Config, work: Workload, shape: ModelShape) -> MemorySet
         micro_batch_tokens=work.micro_batch_tokens,
         micro_batch_responses=work.micro_batch_rows * work.responses_in_row,
         eager=policy.attention == "eager",
-        checkpointing=False,
-        fused=False,
+        checkpointing=policy.gradient_checkpointing,
+        fused=policy.fused == "on" or (policy.fused == "auto" and shape.vocab_size >= LARGE_VOCABULARY),
         generated_rows=min(rollout.max_batch, max(work.on_policy, work.collected)),
         prompt_tokens=rollout.max_prompt_tokens,
         response_tokens=rollout.max_response_tokens,
@@ -106,10 +107,7 @@ def _devices(config: Config, findings: Findings) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
-    if config.policy.attention == "flash_attention_2" and find_spec("flash_attn") is None:
-        findings.problems.append(
-            "policy.attention='flash_attention_2' needs the package flash-attn: pip install 'rspo[flash]'"
-        )
+    findings.attempt(lambda: check_attention_device(config.policy))
     return f"asked for {device}; here {here}, {cores} CPU cores"
 
 
@@ -232,8 +230,8 @@ def _batches(config: Config, work: Workload) -> str:
         f"  its rows: {work.rows}, of {work.row_tokens:,} tokens at most",
         f"  its mini-batches: {work.minibatches}, one optimiser step each"
         + (f", {optimizer.epochs} passes" if optimizer.epochs > 1 else ""),
-        f"  micro-batches of a mini-batch: at most {work.micro_batches}, of {work.micro_batch_rows:,} rows of that length"
-        f" ({optimizer.micro_batch_tokens:,} tokens)",
+        f"  micro-batches of a mini-batch: at most {work.micro_batches}, of {work.micro_batch_rows:,} rows of that"
+        f" length ({optimizer.micro_batch_tokens:,} tokens)",
         f"  its tokens: at most {work.tokens:,}, of them {work.response_tokens:,} of responses",
         f"  sampled for {work.updates_a} updates of A: {work.sampled:,} trajectories"
         + (f", {base}" if work.sampled != work.sampled_without_swap else ""),

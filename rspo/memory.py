@@ -64,20 +64,17 @@ class MemorySetup:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes that stay on a device between two updates, by what they are."""
-        trained = Trained.of(self, self.shape.parameters)
+        """Bytes that stay on a device between two updates, by what they are, at the moment when they are most: while
+        there are two agents, where there are. A's gradients are gone then."""
+        trained, is_alone = self._trained, self.agent_b in ("none", "offload")
         parts = {"weights": trained.weights, "float32 masters": trained.masters}
         if self.adapter_rank:
-            frozen = self._frozen(self.shape.parameters)
-            parts = {"weights, frozen": frozen, "adapter": trained.masters}
-        parts |= {"Adam's moments": trained.moments, "gradients": trained.gradients}
-        critic = self._critic.total if self.critic == "own" else 0
-        parts["critic"] = critic
-        parts["agent B"] = self._agent_b(trained.total, critic)
-        if self.agent_b == "offload":
-            # A waits elsewhere, B takes its place.
-            parts["agent B"] = 0
-        parts["reference"] = self._frozen(self.shape.parameters) if self.reference and not self.adapter_rank else 0
+            parts = {"weights, frozen": self._frozen, "adapter": trained.masters}
+        parts["Adam's moments"] = trained.moments
+        parts["gradients"] = trained.gradients if is_alone else 0
+        parts["critic"] = self._critic.total - (0 if is_alone else self._critic.gradients)
+        parts["agent B"] = 0 if is_alone else self._agent_b
+        parts["reference"] = self._frozen if self.reference and not self.adapter_rank else 0
         return {name: size for name, size in parts.items() if size}
 
     @property
@@ -99,8 +96,7 @@ class MemorySetup:
         """Bytes in the CPU's memory, of each process: agent A, while it waits for B."""
         if self.agent_b != "offload":
             return 0
-        critic = self._critic.total if self.critic == "own" else 0
-        return Trained.of(self, self.shape.parameters).total + critic
+        return sum(part.total - part.gradients for part in (self._trained, self._critic))
 
     @property
     def kv_cache(self) -> int:
@@ -128,11 +124,9 @@ class MemorySetup:
     @property
     def graph_bytes_per_token(self) -> int:
         """Bytes of a training pass's graph for one token."""
-        layer, layers = self.layer_graph_bytes, self.shape.layers
-        if self.checkpointing:
-            inside = layers * self.shape.hidden_size * self.weight_bytes + layer
-        else:
-            inside = layers * layer
+        layers, layer = self.shape.layers, self.layer_graph_bytes
+        input_bytes = self.shape.hidden_size * self.weight_bytes
+        inside = layers * input_bytes + layer if self.checkpointing else layers * layer
         positions = 2 * self.shape.head_dim * self.weight_bytes  # cosines and sines
         return inside + self._norm_graph_bytes(self.shape.hidden_size, trained=not self.adapter_rank) + positions + 8
 
@@ -153,13 +147,12 @@ class MemorySetup:
             head_norm = self._norm_graph_bytes(shape.head_dim, trained=full)
             attention += (shape.heads + shape.kv_heads) * head_norm
         mlp = 3 * inner * size  # the gate before and after its activation, and what it is multiplied with
-        if full:
-            return norms + attention + mlp + 2 * hidden * size + inner * size  # and the inputs of the linear layers
-        if size == FLOAT32:
+        if full:  # and the inputs of the linear layers, as far as they are not among these
             inputs = (2 * hidden + inner) * size
-        else:  # peft's adapters each take a float32 copy of their input
-            inputs = (5 * hidden + query + inner) * FLOAT32
-        return norms + attention + mlp + inputs + 7 * self.adapter_rank * FLOAT32
+        else:  # peft's adapters take a float32 input each, and keep what their first matrix makes of it
+            copied = 5 * hidden + query + inner if size < FLOAT32 else 2 * hidden + inner
+            inputs = (copied + 7 * self.adapter_rank) * FLOAT32
+        return norms + attention + mlp + inputs
 
     def _norm_graph_bytes(self, width: int, trained: bool) -> int:
         """RMSNorm: its input in float32, one number for each row, and where its weight is trained the normalised
@@ -188,40 +181,55 @@ class MemorySetup:
         return replace(self, fused=False).head - replace(self, fused=True).head
 
     @property
+    def _trained(self) -> Trained:
+        return Trained.of(self, self.shape.parameters)
+
+    @property
     def _critic(self) -> Trained:
-        return Trained.of(replace(self, adapter_rank=0), self.shape.body_parameters + self.shape.hidden_size + 1)
+        """Its body, where it has its own, and its head, which is float32."""
+        head = Trained.in_float32(self.shape.hidden_size + 1)
+        if self.critic == "own":
+            return Trained.of(self, self.shape.body_parameters) + head
+        return head if self.critic == "shared" else Trained.in_float32(0)
 
-    def _agent_b(self, policy: int, critic: int) -> int:
-        if self.agent_b == "none":
-            return 0
-        if self.agent_b == "adapter":
-            adapter = replace(self, adapter_rank=self.adapter_rank_b)
-            return Trained.of(adapter, self.shape.parameters).total + critic
-        return policy + critic
+    @property
+    def _agent_b(self) -> int:
+        twin = replace(self, adapter_rank=self.adapter_rank_b) if self.agent_b == "adapter" else self
+        return twin._trained.total + twin._critic.total
 
-    def _frozen(self, parameters: int) -> int:
-        return parameters * self.weight_bytes // (self.ranks if self.sharded else 1)
+    @property
+    def _frozen(self) -> int:
+        """A copy of the policy that is not trained; shares of one are float32."""
+        if self.sharded:
+            return -(-self.shape.parameters // self.ranks) * FLOAT32
+        return self.shape.parameters * self.weight_bytes
 
     @property
     def _gathered_layers(self) -> int:
-        """Sharded weights that are put together at once: a layer, the next one, and the embeddings with the head."""
+        """Of sharded weights what is put together at once: a layer, the next one, the embeddings and the head; and the
+        embeddings' gradient, on its way to the ranks in float32."""
         if not self.sharded:
             return 0
         shape = self.shape
         embeddings = shape.vocab_size * shape.hidden_size
-        heads = shape.parameters - shape.body_parameters + embeddings
-        return self.weight_bytes * (heads + 2 * (shape.body_parameters - embeddings) // shape.layers)
+        outer = shape.parameters - shape.body_parameters + embeddings
+        layer = (shape.body_parameters - embeddings) // shape.layers
+        return self.weight_bytes * (2 * outer + 2 * layer) + FLOAT32 * outer
 
     @property
     def _step(self) -> int:
-        """AdamW on a GPU takes the root of all second moments at once."""
-        policy = Trained.of(self, self.shape.parameters)
-        return max(policy.moments, self._critic.moments if self.critic == "own" else 0) // 2
+        """The gradients in the masters' precision, and the root of all second moments, which AdamW on a GPU takes at
+        once."""
+        return max(part.moments // 2 + part.masters * bool(part.weights) for part in (self._trained, self._critic))
 
 
 @dataclass(frozen=True)
 class Trained:
-    """Bytes on a device of weights that an optimiser changes, after a first update."""
+    """Bytes on a device of weights that an optimiser changes, after a first update.
+
+    weights: as the model computes with them.  masters: in float32, where those are not; all there is, where weights
+    are 0.
+    """
 
     weights: int
     masters: int
@@ -230,18 +238,29 @@ class Trained:
 
     @classmethod
     def of(cls, setup: MemorySetup, parameters: int) -> Trained:
-        """Of this many weights, or under LoRA of the adapter, which has no other weights than its masters."""
+        """Of this many weights; under LoRA of an adapter in float32, whatever their number."""
         if setup.adapter_rank:
-            number = setup.shape.adapter_parameters(setup.adapter_rank)
-            return cls(0, FLOAT32 * number, 2 * FLOAT32 * number, FLOAT32 * number)
+            return cls.in_float32(setup.shape.adapter_parameters(setup.adapter_rank))
         if setup.sharded:
-            number = -(-parameters // setup.ranks)
-            return cls(0, FLOAT32 * number, 2 * FLOAT32 * number, FLOAT32 * number)
-        size, has_masters = setup.weight_bytes, setup.weight_bytes < FLOAT32
-        master = FLOAT32 * parameters if has_masters else 0
-        return cls(size * parameters, master, 2 * FLOAT32 * parameters, size * parameters + master)
+            return cls.in_float32(-(-parameters // setup.ranks))
+        size = setup.weight_bytes
+        masters = FLOAT32 * parameters if size < FLOAT32 else 0
+        return cls(size * parameters, masters, 2 * FLOAT32 * parameters, size * parameters)
+
+    @classmethod
+    def in_float32(cls, parameters: int) -> Trained:
+        """Of weights that are their own masters."""
+        return cls(0, FLOAT32 * parameters, 2 * FLOAT32 * parameters, FLOAT32 * parameters)
 
     @property
     def total(self) -> int:
         """All of it."""
         return self.weights + self.masters + self.moments + self.gradients
+
+    def __add__(self, other: Trained) -> Trained:
+        return Trained(
+            self.weights + other.weights,
+            self.masters + other.masters,
+            self.moments + other.moments,
+            self.gradients + other.gradients,
+        )
