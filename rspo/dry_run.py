@@ -91,6 +91,7 @@ def memory_setup(config: Config, work: Workload, shape: ModelShape) -> MemorySet
         eager=policy.attention == "eager",
         checkpointing=policy.gradient_checkpointing,
         fused=policy.fused == "on" or (policy.fused == "auto" and shape.vocab_size >= LARGE_VOCABULARY),
+        loss_parts=2 if work.replayed else 1,
         generated_rows=min(rollout.max_batch, max(work.on_policy, work.collected)),
         prompt_tokens=rollout.max_prompt_tokens,
         response_tokens=rollout.max_response_tokens,
@@ -183,8 +184,11 @@ def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
     lines.append(_line("at the highest", setup.peak))
     if config.rewards.model_path is not None:
         lines.append(f"  and the process reward model at {config.rewards.model_path}, which is not counted")
-    if setup.fused:
-        lines.append(_line("logits that the fused loss avoids", setup.logits_avoided))
+    other = replace(setup, fused=not setup.fused)
+    lines.append(
+        f"  of a micro-batch, head and loss take {setup.head / GB:.1f} GB;"
+        f" with policy.fused={'off' if setup.fused else 'on'} {other.head / GB:.1f} GB"
+    )
     return "\n".join([*lines, _fits(setup.peak, config, findings)])
 
 

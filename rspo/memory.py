@@ -40,7 +40,8 @@ class MemorySetup:
         eager: attention keeps the matrix of its weights, which the others do not.
         checkpointing: layers are computed again in the backward pass, and only their inputs are kept.
         fused: the loss makes logits a chunk at a time.
-        generated_rows: sequences that the training model generates at once; 0: another engine does.
+        loss_parts: losses of one training pass, each with a gradient of the fused head: 2 where replay is mixed in.
+        generated_rows: sequences that the training model generates at once; 0: another engine does, elsewhere.
         prompt_tokens, response_tokens: the longest of one sequence.
     """
 
@@ -58,6 +59,7 @@ class MemorySetup:
     eager: bool = False
     checkpointing: bool = True
     fused: bool = True
+    loss_parts: int = 1
     generated_rows: int = 64
     prompt_tokens: int = 4096
     response_tokens: int = 512
@@ -168,17 +170,12 @@ class MemorySetup:
     def head(self) -> int:
         """What the output head and the loss need in a micro-batch."""
         hidden = 2 * self.micro_batch_responses * self.shape.hidden_size * self.weight_bytes
-        if not self.fused:
-            return self.logits + hidden
-        chunk = min(self.micro_batch_responses, CHUNK_ROWS) * self.shape.vocab_size * self.weight_bytes
-        # The gradient of the head's weight is summed up in float32; each chunk's share comes in the model's dtype.
         weight = 0 if self.adapter_rank else self.shape.vocab_size * self.shape.hidden_size
-        return chunk + hidden + weight * (FLOAT32 + self.weight_bytes)
-
-    @property
-    def logits_avoided(self) -> int:
-        """Bytes that the fused loss saves in a micro-batch."""
-        return replace(self, fused=False).head - replace(self, fused=True).head
+        if not self.fused:
+            return self.logits + hidden + weight * self.weight_bytes
+        chunk = min(self.micro_batch_responses, CHUNK_ROWS) * self.shape.vocab_size * self.weight_bytes
+        # The gradient of the head's weight is summed up in float32, to which chunks add theirs in the model's dtype.
+        return chunk + hidden + weight * (FLOAT32 * self.loss_parts + self.weight_bytes)
 
     @property
     def _trained(self) -> Trained:
