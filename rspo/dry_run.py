@@ -55,7 +55,8 @@ def dry_run(config: Config) -> str:
     devices = _devices(config, findings)
     environment, max_turns, vocabulary = _environment(config, findings)
     name, shape = _model(config, vocabulary, findings)
-    findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
+    estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
+    has_critic = estimator is not None and estimator.needs_critic
     findings.attempt(lambda: find_reporters(config.run.report_to))
     about = [
         f"{config.title} on {config.env.name}, {config.run.steps} updates of A, seed {config.run.seed}",
@@ -67,7 +68,7 @@ def dry_run(config: Config) -> str:
     if max_turns is not None:
         work = Workload(config, max_turns)
         if shape is not None:
-            parts.append(_memory(config, memory_setup(config, work, shape), findings))
+            parts.append(_memory(config, memory_setup(config, work, shape, has_critic), findings))
         parts.append(_batches(config, work))
     if findings.problems:
         parts.append("\n".join(["this would stop the run here:", *(f"  - {text}" for text in findings.problems)]))
@@ -76,16 +77,15 @@ def dry_run(config: Config) -> str:
     return "\n\n".join(parts)
 
 
-def memory_setup(config: Config, work: Workload, shape: ModelShape) -> MemorySetup:
+def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: bool) -> MemorySetup:
     """What decides on the memory of a configured run."""
     policy, rollout = config.policy, config.rollout
-    critic = config.critic.backbone if make_estimator(config.estimator_name, config.estimator).needs_critic else "none"
     return MemorySetup(
         shape,
         weight_bytes=getattr(torch, policy.dtype).itemsize,
         agent_b="device" if work.has_agent_b else "none",
         reference=config.loss.kl_coef > 0,
-        critic=critic,
+        critic=config.critic.backbone if has_critic else "none",
         micro_batch_tokens=work.micro_batch_tokens,
         micro_batch_responses=work.micro_batch_rows * work.responses_in_row,
         eager=policy.attention == "eager",
@@ -142,7 +142,7 @@ def _stated_turns(config: Config) -> int | None:
             stated = signature(find_factory(config.env.name)).parameters["max_turns"].default
         except (ImportError, KeyError, TypeError, ValueError):
             return None
-    return stated if isinstance(stated, int) else None
+    return stated if isinstance(stated, int) and stated > 0 else None
 
 
 def _model(config: Config, vocabulary: int | None, findings: Findings) -> tuple[str, ModelShape | None]:
