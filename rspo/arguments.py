@@ -97,7 +97,7 @@ def as_policy(
     if isinstance(model, PreTrainedModel):
         if not isinstance(processing_class, PreTrainedTokenizerBase):
             raise TypeError(f"processing_class must be the tokenizer of the model object, got {processing_class!r}")
-        model = Policy(model, processing_class, config.policy.packs, config.policy.fused, config.policy.chat)
+        model = Policy(model, processing_class, config.policy.packs, config.policy.fused, config.policy.chat != "off")
     if isinstance(model, Policy):
         return _settings_of(config, model), model
     if model is None:
