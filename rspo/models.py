@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from rspo_kernels import token_logprobs
 
 from .batch import Batch
-from .config import ConfigError, PolicyConfig
+from .config import AdapterConfig, ConfigError, PolicyConfig
+from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
+from .sharing import copy_module, frozen_view
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -40,8 +41,11 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
-        is no model."""
+        """A model folder written by `save` or by transformers; code in it is never run. An adapter's folder makes the
+        base that it names with the adapter on it. Raises ConfigError where there is no model, or not the adapter's
+        base."""
+        if is_adapter(path):
+            return cls.load_base(path, config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
             raise ConfigError(
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
@@ -56,14 +60,51 @@ class Policy:
             raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
         return cls(model.to(config.device), tokenizer, config.packs)
 
+    @classmethod
+    def load_base(cls, path: str | Path, config: PolicyConfig) -> Policy:
+        """The model that an adapter's folder names as its base. Raises ConfigError where that is not there."""
+        try:
+            return cls.load(base_path(Path(path)), config)
+        except ConfigError as error:
+            raise ConfigError(f"the base of the LoRA adapter in {path} cannot be loaded: {error}") from error
+
+    @classmethod
+    def load_merged(cls, path: str | Path, config: PolicyConfig) -> Policy:
+        """As `load`, with an adapter merged into the weights of its base."""
+        if not is_adapter(path):
+            return cls.load(path, config)
+        base = cls.load_base(path, config)
+        # The adapter stands on the base's own weights. Each of them is read for the last time when it is replaced.
+        for name, weight in merged_weights(base.with_adapter_of(path).model):
+            base.model.get_parameter(name).data.copy_(weight)
+        return base
+
     def save(self, path: str | Path) -> None:
-        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors)."""
-        self.model.save_pretrained(str(path), safe_serialization=True)
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
+        adapter only the adapter, as peft writes it."""
+        if has_adapter(self.model):
+            save_adapter(self.model, Path(path))
+        else:
+            self.model.save_pretrained(str(path), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
 
     def copy(self) -> Policy:
-        """A policy with weights of its own; the tokenizer is shared."""
-        return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs)
+        """A policy with trained weights of its own; a frozen base and the tokenizer are shared."""
+        return Policy(copy_module(self.model), self.tokenizer, self.packs)
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Policy:
+        """A fresh LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError for
+        targets that the model does not have."""
+        model = frozen_view(self.model)
+        add_adapter(model, settings, seed)
+        return Policy(model, self.tokenizer, self.packs)
+
+    def with_adapter_of(self, path: str | Path) -> Policy:
+        """A saved LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError where
+        this is not the adapter's base."""
+        model = frozen_view(self.model)
+        load_adapter(model, Path(path))
+        return Policy(model, self.tokenizer, self.packs)
 
     @property
     def device(self) -> torch.device:
