@@ -42,9 +42,10 @@ class Agent:
     def set_learning_rates(self, factor: float = 1.0) -> None:
         """The configured learning rates times a schedule's factor, and the optimisers' other settings, whatever their
         loaded state says of them."""
-        settings, adapters = self.config.optimizer, self.config.lora
-        adapted = has_adapter(self.policy.model) and adapters.learning_rate is not None
-        rates = [(self.optimizer, adapters.learning_rate if adapted else settings.learning_rate)]
+        settings, learning_rate = self.config.optimizer, self.config.optimizer.learning_rate
+        if has_adapter(self.policy.model) and self.config.lora.learning_rate is not None:
+            learning_rate = self.config.lora.learning_rate
+        rates = [(self.optimizer, learning_rate)]
         if self.critic_optimizer is not None:
             rates.append((self.critic_optimizer, self.config.critic.learning_rate))
         for optimizer, rate in rates:

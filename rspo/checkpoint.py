@@ -78,8 +78,11 @@ def _load(path: Path, config: Config, has_critic: bool, base: Policy | None) -> 
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    shares = base is not None and is_adapter(path)
-    agent = Agent(base.with_adapter_of(path) if shares else Policy.load(path, config.policy), config, has_critic)
+    if base is not None and is_adapter(path):
+        policy = base.with_adapter_of(path)
+    else:
+        policy = Policy.load(path, config.policy)
+    agent = Agent(policy, config, has_critic)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -141,7 +142,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     _name_base(model)
     prefix = "base_model.model."
     saved = {name.removeprefix(prefix): weight for name, weight in load_file(folder / WEIGHTS_FILE).items()}
-    result = set_peft_model_state_dict(model, saved, adapter_name=NAME)
+    result: Any = set_peft_model_state_dict(model, saved, adapter_name=NAME)
     missing = [name for name in result.missing_keys if ".lora_" in name]
     if missing or result.unexpected_keys:
         wrong = [*missing, *result.unexpected_keys]

@@ -50,8 +50,8 @@ class _Waiting:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        for master, weight in zip(self.optimizer.masters, self.weights, strict=True):
-            master.copy_(weight)
+        for weight, saved in zip(self.optimizer.masters, self.weights, strict=True):
+            weight.copy_(saved)
         self.optimizer.follow_masters()
         state = self.optimizer.optimizer.state
         state.clear()  # first, so that the device has room for what returns

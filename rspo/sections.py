@@ -92,7 +92,7 @@ class AdapterConfig:
 
     rank: int = 0
     """Of the matrices; 0: no adapters."""
-    alpha: float | None = None
+    alpha: int | None = None
     """The matrices' product is scaled by alpha / rank. None: twice the rank."""
     targets: tuple[str, ...] = ("all-linear",)
     """Linear layers that get an adapter: "all-linear", all of them but the head, or ends of their names, as "q_proj".
@@ -104,14 +104,14 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         at_least("lora.rank", self.rank, 0)
         if self.alpha is not None:
-            positive("lora.alpha", self.alpha)
+            at_least("lora.alpha", self.alpha, 1)
         if not self.targets:
             raise ConfigError("lora.targets must name at least one kind of layer, got ()")
         if self.learning_rate is not None:
             at_least("lora.learning_rate", self.learning_rate, 0)
 
     @property
-    def scale_numerator(self) -> float:
+    def scale_numerator(self) -> int:
         """`alpha`, or what stands for it."""
         return 2 * self.rank if self.alpha is None else self.alpha
 
