@@ -78,10 +78,9 @@ def _load(path: Path, config: Config, has_critic: bool, base: Policy | None) -> 
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    if base is not None and is_adapter(path):
-        policy = base.with_adapter_of(path)
-    else:
-        policy = Policy.load(path, config.policy)
+    if base is None or not is_adapter(path):
+        base = None
+    policy = Policy.load(path, config.policy) if base is None else base.with_adapter_of(path)
     agent = Agent(policy, config, has_critic)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)

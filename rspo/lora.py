@@ -10,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +28,8 @@ NAME = "default"
 """peft's name of a model's only adapter."""
 SETTINGS_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 BASE_FILE = "base.json"
+PREFIX = "base_model.model."
+"""Of the weights' names in peft's files."""
 SAMPLES = 64
 """Values of each weight that a fingerprint is made of."""
 
@@ -55,7 +56,7 @@ def require_whole_model(path: str | Path, setting: str) -> None:
 
 def has_adapter(model: nn.Module) -> bool:
     """Whether an adapter is part of a model."""
-    return bool(getattr(model, "_hf_peft_config_loaded", False))
+    return hasattr(model, "peft_config")
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> None:
@@ -64,7 +65,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     Raises ConfigError for targets that the model does not have.
     """
     require_peft(f"lora.rank={settings.rank}")
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     _check_targets(model, settings)
     everything = ALL_LINEAR in settings.targets
@@ -77,8 +78,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model.add_adapter(config, NAME)
-    _name_base(model)
+        inject_adapter_in_model(config, model, NAME)
     model.eval()
 
 
@@ -97,17 +97,15 @@ def _check_targets(model: PreTrainedModel, settings: AdapterConfig) -> None:
             )
 
 
-def _name_base(model: PreTrainedModel) -> None:
-    """Let the adapter know its base by a path that holds wherever it is read from."""
-    path = str(model.name_or_path)
-    model.peft_config[NAME].base_model_name_or_path = os.path.abspath(path) if os.path.isdir(path) else path
-
-
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter alone, as peft does, with `base.json`: what its base must be."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that the base's config is not looked up on a hub
-        model.save_pretrained(str(folder), safe_serialization=True)
+    from peft import get_peft_model_state_dict
+
+    config, base = model.peft_config[NAME], str(model.name_or_path)
+    config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
+    config.save_pretrained(str(folder))
+    weights = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    save_file({f"{PREFIX}{name}": weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS_FILE)
     (folder / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint(model)}) + "\n", encoding="utf-8")
 
 
@@ -128,7 +126,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     Raises ConfigError where the model is not the adapter's base, or the adapter's weights do not fit it.
     """
     require_peft(f"the LoRA adapter in {folder}")
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 
     if (folder / BASE_FILE).is_file():
         expected = json.loads((folder / BASE_FILE).read_text(encoding="utf-8"))["fingerprint"]
@@ -138,14 +136,15 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
                 f" has the fingerprint {expected[:12]}…, this model {fingerprint(model)[:12]}…"
             )
     model.requires_grad_(False)
-    model.add_adapter(LoraConfig.from_pretrained(str(folder)), NAME)
-    _name_base(model)
-    prefix = "base_model.model."
-    saved = {name.removeprefix(prefix): weight for name, weight in load_file(folder / WEIGHTS_FILE).items()}
+    config: Any = LoraConfig.from_pretrained(str(folder))
+    saved = {name.removeprefix(PREFIX): weight for name, weight in load_file(folder / WEIGHTS_FILE).items()}
+    strange = [name for name in saved if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
+    if strange or isinstance(config.init_lora_weights, str) or config.alora_invocation_tokens:
+        raise ConfigError(f"the adapter in {folder} is a variant of LoRA, expected W + alpha/rank · B·A and no more")
+    inject_adapter_in_model(config, model, NAME)
     result: Any = set_peft_model_state_dict(model, saved, adapter_name=NAME)
-    missing = [name for name in result.missing_keys if ".lora_" in name]
-    if missing or result.unexpected_keys:
-        wrong = [*missing, *result.unexpected_keys]
+    wrong = [*(name for name in result.missing_keys if ".lora_" in name), *result.unexpected_keys]
+    if wrong:
         raise ConfigError(f"the LoRA adapter in {folder} does not fit its base: {', '.join(wrong[:3])}")
     model.eval()
 
