@@ -79,7 +79,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, model, NAME)
-    model.eval()
+    _finish(model)
 
 
 def _check_targets(model: PreTrainedModel, settings: AdapterConfig) -> None:
@@ -97,13 +97,24 @@ def _check_targets(model: PreTrainedModel, settings: AdapterConfig) -> None:
             )
 
 
+def _finish(model: PreTrainedModel) -> None:
+    """peft makes adapters in training mode and in the base's dtype."""
+    model.eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float64:
+            parameter.data = parameter.data.float()
+
+
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Write the adapter alone, as peft does, with `base.json`: what its base must be."""
     from peft import get_peft_model_state_dict
 
+    folder.mkdir(parents=True, exist_ok=True)
     config, base = model.peft_config[NAME], str(model.name_or_path)
     config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
-    config.save_pretrained(str(folder))
+    # Sorted: a set's order, which peft would write, changes from process to process.
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     weights = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     save_file({f"{PREFIX}{name}": weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS_FILE)
     (folder / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint(model)}) + "\n", encoding="utf-8")
@@ -142,11 +153,11 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     if strange or isinstance(config.init_lora_weights, str) or config.alora_invocation_tokens:
         raise ConfigError(f"the adapter in {folder} is a variant of LoRA, expected W + alpha/rank · B·A and no more")
     inject_adapter_in_model(config, model, NAME)
+    _finish(model)
     result: Any = set_peft_model_state_dict(model, saved, adapter_name=NAME)
     wrong = [*(name for name in result.missing_keys if ".lora_" in name), *result.unexpected_keys]
     if wrong:
         raise ConfigError(f"the LoRA adapter in {folder} does not fit its base: {', '.join(wrong[:3])}")
-    model.eval()
 
 
 @torch.no_grad()
