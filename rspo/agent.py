@@ -16,7 +16,6 @@ from .mixed_precision import MasterAdamW
 from .models import Policy
 from .offload import in_place_of
 from .randomness import named_seed
-from .sharing import copy_module
 
 
 class Agent:
@@ -108,8 +107,9 @@ class Agent:
             settings, seed = self.config.lora, named_seed(self.config.run.seed, "adapter of B")
             critic = self.critic.adapted(settings, seed) if self.critic is not None else None
             return Agent(self.policy.adapted(settings, seed), self.config, critic=critic)
-        critic = copy_module(self.critic) if self.critic is not None else None
-        twin = Agent(self.policy.copy(), self.config, critic=critic)
+        twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
+        if self.critic is not None and twin.critic is not None:
+            twin.critic.load_trained_state(self.critic.trained_state())
         twin.load_optimizers(self.optimizer_states(), weights_only=fresh_optimizer)
         return twin
 

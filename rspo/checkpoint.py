@@ -78,8 +78,7 @@ def _load(path: Path, config: Config, has_critic: bool, base: Policy | None) -> 
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    if base is None or not is_adapter(path):
-        base = None
+    base = base if is_adapter(path) else None
     policy = Policy.load(path, config.policy) if base is None else base.with_adapter_of(path)
     agent = Agent(policy, config, has_critic)
     if agent.critic is not None:
@@ -114,7 +113,7 @@ def _load_critic(path: Path, critic: Critic, config: Config) -> None:
             f"the critic in {path} is not one with critic.backbone={config.critic.backbone!r}: {'; '.join(wrong[:3])}"
             + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         )
-    critic.load_state_dict(saved, strict=False)  # what is not there is a frozen base, which is loaded already
+    critic.load_trained_state(saved)
 
 
 def _shape(weight: Tensor | None) -> str:

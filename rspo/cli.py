@@ -329,10 +329,10 @@ def _export(parsed: argparse.Namespace) -> None:
     model, config = _trained_model(parsed)
     if parsed.out.exists():
         raise ConfigError(f"{parsed.out} exists; choose another --out")
-    policy = Policy.load_merged(model, config.policy)
+    policy = Policy.load(model, config.policy)
     with new_folder(parsed.out) as folder:
-        policy.save(folder)
-    print(f"{parsed.out}: {policy.num_parameters:,} weights of {model}")
+        policy.save_whole(folder)
+    print(f"{parsed.out}: the model of {model}")
 
 
 def _eval(parsed: argparse.Namespace) -> None:

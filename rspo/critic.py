@@ -42,6 +42,10 @@ class Critic(nn.Module):
         frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
         return {name: value for name, value in self.state_dict().items() if name not in frozen}
 
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+        self.load_state_dict(state, strict=False)
+
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""
         return self.head(hidden.float()).squeeze(-1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,11 +67,11 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     from peft import LoraConfig, inject_adapter_in_model
 
     _check_targets(model, settings)
-    everything = ALL_LINEAR in settings.targets
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.scale_numerator,
-        target_modules=ALL_LINEAR if everything else list(settings.targets),
+        target_modules=ALL_LINEAR if ALL_LINEAR in settings.targets else list(settings.targets),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type="CAUSAL_LM",
     )
     model.requires_grad_(False)
@@ -161,23 +160,18 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 
 @torch.no_grad()
-def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Weights of the plain transformers model that does what this one does, under that model's names, one at a time.
-
-    A product B·A is added in the adapter's precision and the sum rounded once. Without an adapter: the model's own.
-    """
-    for name, parameter in model.named_parameters():
+def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The state dict of the plain transformers model that does what this one does. New memory is taken only for
+    weights with an adapter, whose product B·A is added in its own precision and the sum rounded once."""
+    merged = {}
+    for name, weight in model.state_dict().items():
         layer_name, is_adapted, leaf = name.rpartition(".base_layer.")
-        if ".lora_" in name:
-            continue
-        if not is_adapted:
-            yield name, parameter.detach()
-            continue
-        weight = parameter.detach()
-        if leaf == "weight":
+        if is_adapted and leaf == "weight":
             delta = model.get_submodule(layer_name).get_delta_weight(NAME)
             weight = (weight.to(delta.dtype) + delta).to(weight.dtype)
-        yield f"{layer_name}.{leaf}", weight
+        if ".lora_" not in name:
+            merged[f"{layer_name}.{leaf}" if is_adapted else name] = weight
+    return merged
 
 
 def fingerprint(model: PreTrainedModel) -> str:

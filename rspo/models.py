@@ -57,7 +57,7 @@ class Policy:
         base that it names with the adapter on it. Raises ConfigError where there is no model, none that can do what
         the configuration asks of it, or not the adapter's base."""
         if is_adapter(path):
-            return cls.load_base(path, config).with_adapter_of(path)
+            return cls._load_base(Path(path), config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
             raise ConfigError(
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
@@ -83,23 +83,11 @@ class Policy:
         return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off")
 
     @classmethod
-    def load_base(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """The model that an adapter's folder names as its base. Raises ConfigError where that is not there."""
+    def _load_base(cls, adapter: Path, config: PolicyConfig) -> Policy:
         try:
-            return cls.load(base_path(Path(path)), config)
+            return cls.load(base_path(adapter), config)
         except ConfigError as error:
-            raise ConfigError(f"the base of the LoRA adapter in {path} cannot be loaded: {error}") from error
-
-    @classmethod
-    def load_merged(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """As `load`, with an adapter merged into the weights of its base."""
-        if not is_adapter(path):
-            return cls.load(path, config)
-        base = cls.load_base(path, config)
-        # The adapter stands on the base's own weights. Each of them is read for the last time when it is replaced.
-        for name, weight in merged_weights(base.with_adapter_of(path).model):
-            base.model.get_parameter(name).data.copy_(weight)
-        return base
+            raise ConfigError(f"the base of the LoRA adapter in {adapter} cannot be loaded: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
@@ -108,6 +96,11 @@ class Policy:
             save_adapter(self.model, Path(path))
         else:
             self.model.save_pretrained(str(path), safe_serialization=True)
+        self.tokenizer.save_pretrained(str(path))
+
+    def save_whole(self, path: str | Path) -> None:
+        """As `save`, but an adapter is merged into its base, which needs no peft to be loaded."""
+        self.model.save_pretrained(str(path), state_dict=merged_weights(self.model), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
 
     def copy(self) -> Policy:

@@ -320,8 +320,7 @@ def test_merged_weights_do_what_the_adapter_does(shape: Qwen2Config | GPT2Config
     config = lora_config()
     policy = disturbed(Policy(tiny(shape), small_policy().tokenizer).adapted(config.lora, 0))
     plain = tiny(shape)
-    for name, weight in merged_weights(policy.model):
-        plain.get_parameter(name).data.copy_(weight)
+    plain.load_state_dict(merged_weights(policy.model))
     ids = torch.randint(0, 120, (3, 20))
     with torch.no_grad():
         expected, before = policy.model(ids).logits, tiny(shape)(ids).logits
