@@ -22,6 +22,7 @@ from rspo.cli import main
 from rspo.config import Config, ConfigError
 from rspo.config_io import apply_flags, save_config
 from rspo.estimators import make_estimator
+from rspo.gradient_checkpointing import recompute_layers
 from rspo.lora import fingerprint, merged_weights
 from rspo.models import Policy
 from rspo.runs import open_run
@@ -41,6 +42,26 @@ PARITY = [
     "loss.kl_coef=0.01",
     "optimizer.learning_rate=0.01",
 ]
+
+
+QWEN2 = Qwen2Config(
+    vocab_size=120,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+GPT2 = GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=1)
+
+
+def tiny(config: Qwen2Config | GPT2Config) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
 def lora_config(*flags: str, method: str = "rspo") -> Config:
@@ -187,6 +208,38 @@ def test_loss_and_gradients_are_those_of_weights_merged_by_hand() -> None:
     assert all(float(grad.abs().max()) > 1e-5 for grad in by_hand)
 
 
+@pytest.mark.parametrize("fused", ["off", "on"])
+def test_gradients_are_the_same_fused_and_with_layers_computed_twice(fused: str) -> None:
+    """With a critic on an adapter of its own between a policy's forward and backward pass; no head gets a gradient."""
+    config = lora_config("base=ppo", "optimizer.minibatches=1", "optimizer.grad_clip=1e9", "loss.entropy_coef=0.01")
+    gradients: list[dict[str, Tensor]] = []
+    for twice in (False, True):
+        model = tiny(QWEN2)
+        if twice:
+            recompute_layers(model)
+        base = Policy(model, small_policy().tokenizer, fused=fused if twice else "off")
+        agent = Agent(disturbed(base.adapted(config.lora, 0)), config, has_critic=True)
+        assert agent.critic is not None
+        torch.nn.init.constant_(agent.critic.head.weight, 0.1)
+        batch = prepared(agent, config)
+        passes = count_forward_passes(agent.policy.model.model.layers[0].mlp)
+        agent.step = lambda: None  # type: ignore[method-assign]
+        update(agent, batch, mixed_trajectories(), config, ALPHA, np.random.default_rng(0), PhaseTimer())
+        assert passes == [None] * (2 if twice else 1)
+        gradients.append({name: p.grad for name, p in agent.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(".lora_" in name or name.startswith("critic.head") for name in gradients[0])
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def count_forward_passes(module: torch.nn.Module) -> list[None]:
+    """Grows by one with each forward pass of a module."""
+    passes: list[None] = []
+    module.register_forward_pre_hook(lambda *_: passes.append(None))
+    return passes
+
+
 def test_an_adapter_of_a_bfloat16_base_is_float32_and_moves_by_small_steps(start: Path) -> None:
     config = lora_config("policy.dtype=bfloat16", "lora.learning_rate=1e-6", "optimizer.learning_rate=1")
     base = Policy.load(start, config.policy)
@@ -302,20 +355,7 @@ def test_a_weight_that_moved_a_little_makes_another_fingerprint(start: Path) -> 
     assert fingerprint(model) != before
 
 
-def tiny(config: Qwen2Config | GPT2Config) -> PreTrainedModel:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Qwen2Config(vocab_size=120, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                    num_key_value_heads=2, tie_word_embeddings=True, pad_token_id=0),
-        GPT2Config(vocab_size=120, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    ],
-    ids=["qwen2, biases, tied", "gpt2, Conv1D"],
-)  # fmt: skip
+@pytest.mark.parametrize("shape", [QWEN2, GPT2], ids=["biases, tied", "Conv1D"])
 def test_merged_weights_do_what_the_adapter_does(shape: Qwen2Config | GPT2Config) -> None:
     config = lora_config()
     policy = disturbed(Policy(tiny(shape), small_policy().tokenizer).adapted(config.lora, 0))
