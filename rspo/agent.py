@@ -73,8 +73,9 @@ class Agent:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for _, parameter in self.named_parameters():
-            parameter.grad = None
+        for optimizer in self.optimizers:
+            for weight in [*optimizer.parameters, *optimizer.masters]:
+                weight.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
         """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""

@@ -116,7 +116,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
-    policy, reference = _policy_and_reference(start, config)
+    policy, reference = policy_and_reference(start, config)
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
@@ -126,7 +126,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     return trainer
 
 
-def _policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
+def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
     """Agent A's policy and, where a KL term asks for it, the frozen start policy. Under LoRA the start policy is the
     base of the one and the other itself."""
     pulls = config.loss.kl_coef > 0
