@@ -115,8 +115,8 @@ def test_a_fresh_optimiser_leaves_no_state_of_a_on_the_device(start: Path) -> No
         assert held_bytes(agent, agent_b) == held_bytes(agent.policy)
 
 
-# Bytes of a bfloat16 weight: 2, its master 4, two moments 8, its gradient 2 and that of its master 4. An adapter's is its
-# own master. The reference of a KL term is another copy, except where the base itself is the reference.
+# Bytes of a bfloat16 weight: 2, its master 4, two moments 8, its gradient 2 and that of its master 4. An adapter's is
+# its own master. The reference of a KL term is another copy, except where the base itself is the reference.
 FULL, LEARNING, ADAPTER, ADAPTER_LEARNING, COPY = 14, 20, 12, 16, 2
 
 
