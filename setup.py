@@ -49,7 +49,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
-    package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
+    package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed", "integrations/verl/config/*.yaml"]},
     install_requires=KERNELS + TRAINER,
     extras_require={
         "tensorboard": TENSORBOARD,
@@ -61,7 +61,7 @@ setup(
         "vllm": ["vllm>=0.11"],
         "flash": ["flash-attn>=2.7"],
         "trl": TRL,
-        "verl": ["verl>=0.9"],
+        "verl": ["verl>=0.9,<0.10", "cachetools>=5"],
         "alfworld": ALFWORLD,
         "webshop": WEBSHOP,
         "dev": DEVELOP + TENSORBOARD,

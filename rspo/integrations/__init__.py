@@ -1,0 +1,1 @@
+"""RSPO inside other trainers, one package each."""
