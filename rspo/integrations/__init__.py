@@ -1,0 +1,1 @@
+"""RSPO inside other trainers; each module needs the library it is named after."""

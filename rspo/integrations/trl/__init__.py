@@ -1,0 +1,24 @@
+"""RSPO inside TRL: the fused loss in GRPOTrainer, the reward swap on top of it, and environments as tools.
+
+Needs `pip install rspo[trl]`.
+"""
+
+from .environments import (
+    EnvironmentTool,
+    dense_reward,
+    environment_dataset,
+    environment_factory,
+    outcome_reward,
+)
+from .grpo import FusedGRPOTrainer
+from .rspo import RSPOGRPOTrainer
+
+__all__ = [
+    "EnvironmentTool",
+    "FusedGRPOTrainer",
+    "RSPOGRPOTrainer",
+    "dense_reward",
+    "environment_dataset",
+    "environment_factory",
+    "outcome_reward",
+]
