@@ -25,7 +25,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: str | None = None) -> None:
         self.optimizer = optimizer
-        self.weights = [(p, _copied(p.detach(), device)) for p in model.parameters() if p.requires_grad]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.weights = [(parameter, _copied(parameter.detach(), device)) for parameter in trained]
         self.state = [
             (parameter, {name: _copied(value, device) for name, value in values.items()})
             for parameter, values in optimizer.state.items()
@@ -34,15 +35,14 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back; the snapshot is used up."""
-        for parameter, weight in self.weights:
-            parameter.copy_(weight)
-        now = {parameter: dict(values) for parameter, values in self.optimizer.state.items()}
+        for weight, kept in self.weights:
+            weight.copy_(kept)
+        now = dict(self.optimizer.state)
         self.optimizer.state.clear()
         for parameter, values in self.state:
             # Into the tensors that are there, on whatever device they are.
-            self.optimizer.state[parameter] = {
-                name: _put_back(value, now.get(parameter, {}).get(name)) for name, value in values.items()
-            }
+            places = now.get(parameter, {})
+            self.optimizer.state[parameter] = {name: _put_back(x, places.get(name)) for name, x in values.items()}
 
 
 def _copied(value: Any, device: str | None) -> Any:
@@ -66,7 +66,8 @@ class RewardColumns:
     def of(cls, trainer: GRPOTrainer, chosen: Sequence[int]) -> RewardColumns:
         """Those at the given positions."""
         lists = (trainer.reward_funcs, trainer.reward_func_names, trainer.reward_processing_classes)
-        return cls(*([column[i] for i in chosen] for column in lists), trainer.reward_weights[list(chosen)])
+        functions, names, classes = ([column[i] for i in chosen] for column in lists)
+        return cls(functions, names, classes, trainer.reward_weights[list(chosen)])
 
     def use(self, trainer: GRPOTrainer) -> None:
         """Score completions by these from now on."""

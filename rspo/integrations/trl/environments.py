@@ -107,14 +107,12 @@ def environment_dataset(name: str, size: int, *, split: str = "train", seed: int
     env.close()
     rng = np.random.default_rng(seed)
     tasks = np.concatenate([rng.permutation(count) for _ in range(-(-size // count))])[:size]
-    return Dataset.from_dict(
-        {
-            "prompt": [[{"role": "user", "content": ""}]] * size,
-            "task": tasks.tolist(),
-            "seed": rng.integers(2**31, size=size).tolist(),
-            "split": [split] * size,
-        }
-    )
+    return Dataset.from_dict({
+        "prompt": [[{"role": "user", "content": ""}]] * size,
+        "task": tasks.tolist(),
+        "seed": rng.integers(2**31, size=size).tolist(),
+        "split": [split] * size,
+    })
 
 
 def outcome_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[float]:
@@ -123,7 +121,7 @@ def outcome_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[fl
 
 
 def dense_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[float]:
-    """The environments' process rewards, summed over each completion's turns. Raises ValueError where there are none."""
+    """The environments' process rewards, one sum for each completion. Raises ValueError where there are none."""
     for environment in environments:
         if not environment.env.has_dense_reward:
             raise ValueError(f"{type(environment.env).__name__} has no dense reward")

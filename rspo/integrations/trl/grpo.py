@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import is_peft_model
@@ -75,7 +75,9 @@ class FusedGRPOTrainer(GRPOTrainer):
             raise ValueError("router_aux_loss_coef must be 0: the fused policy loss has no load-balancing term")
         plugin = self.args.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
-            raise ValueError("DeepSpeed's ZeRO-3 hides the output head's weight; the fused policy loss needs stage 0 to 2")
+            raise ValueError(
+                "DeepSpeed's ZeRO-3 hides the output head's weight; the fused policy loss needs a stage of 0 to 2"
+            )
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
         check_head(policy)
         make_readable(policy, self.args.cast_lm_head_to_fp32)
@@ -126,7 +128,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         return logp, entropy if compute_entropy else None, None
 
     def _logprobs(self, batch: CompletionBatch, hidden: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
-        return linear_token_logprobs(
+        scored = linear_token_logprobs(
             hidden,
             head.weight,
             batch.completion_ids,
@@ -135,6 +137,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             with_entropy=True,
             **head.arguments(),
         )
+        return cast(tuple[Tensor, Tensor], scored)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
         """The loss of a micro-batch, 0-d; its metrics are recorded."""

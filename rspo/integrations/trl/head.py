@@ -103,6 +103,6 @@ def check_head(model: PreTrainedModel) -> None:
     if not torch.allclose(made.float(), expected.float(), rtol=8 * eps, atol=8 * eps, equal_nan=True):
         error = float((made.float() - expected.float()).abs().max())
         raise ValueError(
-            f"the logits of {name} must be logit_scale·(hidden·weightᵀ + bias), softcapped or not, for the fused policy "
-            f"loss; on a few tokens they differ from that by {error:g}"
+            f"the logits of {name} must be logit_scale·(hidden·weightᵀ + bias), softcapped or not, for the fused "
+            f"policy loss; on a few tokens they differ from that by {error:g}"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
         reward_funcs: outcome rewards, of agent A. A completion whose sum is above 0 counts as success.
         dense_reward_funcs: dense rewards, of agent B. `args.reward_weights` has the weights of both, these last.
         train_dataset: with a length; B takes random rows of it.
-        swap: all but `source`, `sampling` and so on as the trainer of `rspo` takes them; `source` must be "dense" and
-            `mixture` "two-means".
+        swap: as `rspo`'s own trainer takes it, with `source` "dense" and `mixture` "two-means".
         center_cap: bound on the clip centre of replayed tokens; None: none, as in the paper.
         offload: keep A's weights and optimiser state in the CPU's memory while B learns.
 
@@ -58,6 +57,11 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
     Raises:
         ValueError: settings that do not go together, named; before anything is generated.
     """
+
+    # Of TRL and transformers, put aside while B learns:
+    _step: int
+    _buffered_inputs: Any
+    current_gradient_accumulation_steps: int
 
     def __init__(
         self,
@@ -165,10 +169,10 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
 
     @torch.no_grad()
     def _sample_replay(self) -> list[Replay]:
-        """Line 15: this process's share of an update's replay, dealt to its micro-batches; empty where there is none."""
+        """Line 15: this process's part of an update's replay, dealt to its micro-batches; empty where there is none."""
         processes, parts = self.accelerator.num_processes, self.args.steps_per_generation
         alpha = self.alpha
-        chosen = self.buffer.sample(_replay_size(self.args, alpha))
+        chosen = cast(list[CollectedCompletion], self.buffer.sample(_replay_size(self.args, alpha)))
         chosen = chosen[: len(chosen) // processes * processes]
         if not chosen:
             return []
@@ -278,7 +282,8 @@ def _check(args: GRPOConfig, swap: SwapConfig, train_dataset: Any, dense: list[A
         raise ValueError("train_dataset must have a length, of which agent B takes random rows, got an IterableDataset")
     if swap.source != "dense" or swap.mixture != "two-means":
         raise ValueError(
-            f"swap.source and swap.mixture must be 'dense' and 'two-means' in TRL, got {swap.source!r}, {swap.mixture!r}"
+            "swap.source and swap.mixture must be 'dense' and 'two-means' in TRL, "
+            f"got {swap.source!r} and {swap.mixture!r}"
         )
     if _replay_size(args, swap.alpha) == 0:
         raise ValueError(
@@ -293,7 +298,8 @@ def _check(args: GRPOConfig, swap: SwapConfig, train_dataset: Any, dense: list[A
     tasks = args.generation_batch_size // args.num_generations
     if swap.buffer_tasks % tasks:
         raise ValueError(
-            f"swap.buffer_tasks must be a multiple of the {tasks} prompts of a generation batch, got {swap.buffer_tasks}"
+            f"swap.buffer_tasks must be a multiple of the {tasks} prompts of a generation batch, "
+            f"got {swap.buffer_tasks}"
         )
     if args.sync_ref_model:
         raise ValueError("sync_ref_model must be False: the reference of both agents is the start policy")
