@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from doc_examples import code_blocks
@@ -22,52 +18,36 @@ from torch import Tensor
 pytest.importorskip("trl", reason="needs pip install rspo[trl]")
 pytest.importorskip("datasets", reason="needs pip install rspo[trl]")
 
-from transformers import CohereConfig, Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2ForCausalLM
+from transformers import CohereConfig, Gemma2Config, GraniteConfig, Qwen2ForCausalLM
 from trl import GRPOTrainer
-from trl_toys import prompts, small_args, small_model, tool_caller, variety, word_level
+from trl_toys import (
+    TOKENIZER,
+    loss_gradients_metrics,
+    made_up_inputs,
+    plain_logprobs,
+    prompts,
+    small_args,
+    small_model,
+    tool_caller,
+    trainer_of,
+    variety,
+)
 
-from rspo.config import SwapConfig
 from rspo.integrations.trl import (
     EnvironmentTool,
     FusedGRPOTrainer,
-    RSPOGRPOTrainer,
     dense_reward,
     environment_dataset,
     environment_factory,
     outcome_reward,
 )
-from rspo.integrations.trl.agents import Snapshot
 from rspo.integrations.trl.completions import CompletionBatch
 from rspo.integrations.trl.grpo import Part
-from rspo.integrations.trl.rspo import Replay
-from rspo_kernels import reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOKENIZER = word_level()
 PER_SEQUENCE = {"clip_ratio/low_min", "clip_ratio/high_max"}
 """Metrics of TRL that the fused loss does not have."""
-
-
-def made_up_inputs(rows: int = 4, prompt: int = 5, completion: int = 6, seed: int = 1) -> dict[str, Tensor]:
-    """A micro-batch as TRL makes them: padding on either side, a tool's answer, a row that is cut away."""
-    rng = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, len(TOKENIZER), (rows, prompt + completion), generator=rng)
-    prompt_mask, completion_mask = torch.ones(rows, prompt).long(), torch.ones(rows, completion).long()
-    prompt_mask[0, :2] = 0
-    completion_mask[1, 4:] = 0
-    completion_mask[3] = 0
-    tool_mask = torch.ones_like(completion_mask)
-    tool_mask[2, 2:4] = 0
-    return {
-        "prompt_ids": ids[:, :prompt].where(prompt_mask.bool(), TOKENIZER.pad_token_id),
-        "prompt_mask": prompt_mask,
-        "completion_ids": ids[:, prompt:].where(completion_mask.bool(), TOKENIZER.pad_token_id),
-        "completion_mask": completion_mask,
-        "tool_mask": tool_mask,
-        "advantages": torch.tensor([1.0, -0.7, 0.4, -0.3]).repeat(rows // 4),
-        "num_items_in_batch": torch.tensor(37),
-    }
 
 
 def with_partners(inputs: dict[str, Tensor], logp: Tensor) -> dict[str, Tensor]:
@@ -75,23 +55,6 @@ def with_partners(inputs: dict[str, Tensor], logp: Tensor) -> dict[str, Tensor]:
     rng = torch.Generator().manual_seed(2)
     offsets = [0.3 * torch.randn(logp.shape, generator=rng) for _ in range(2)]
     return inputs | {"old_per_token_logps": logp + offsets[0], "ref_per_token_logps": logp + offsets[1]}
-
-
-def trainer_of(kind: type[GRPOTrainer], model: Any, folder: Path, **settings: Any) -> GRPOTrainer:
-    """A trainer in the middle of training."""
-    trainer = kind(model, variety, small_args(folder, **settings), prompts(), processing_class=TOKENIZER)
-    trainer.current_gradient_accumulation_steps = 2
-    trainer.model.train()
-    return trainer
-
-
-def loss_gradients_metrics(
-    trainer: GRPOTrainer, inputs: dict[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
-    loss = trainer._compute_loss(trainer.model, inputs)
-    loss.backward()
-    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return loss, gradients, {name: values[-1] for name, values in trainer._metrics["train"].items()}
 
 
 def assert_equal_losses(ours: GRPOTrainer, theirs: GRPOTrainer, inputs: dict[str, Tensor]) -> set[str]:
@@ -194,6 +157,42 @@ def test_first_update_needs_no_old_logprobs(saved: Path, tmp_path: Path) -> None
     assert_equal_losses(ours, theirs, inputs)
 
 
+def test_tokens_without_advantage_may_stay_out(tmp_path: Path) -> None:
+    ours, lean = (trainer_of(FusedGRPOTrainer, small_model(TOKENIZER), tmp_path) for _ in range(2))
+    lean.exact_metrics = False
+    inputs = made_up_inputs()
+    inputs["advantages"][0] = 0
+    (loss, gradients, metrics), (lean_loss, lean_gradients, lean_metrics) = (
+        loss_gradients_metrics(trainer, inputs) for trainer in (ours, lean)
+    )
+    assert_close("loss", lean_loss, loss, rtol=1e-6)
+    for name, gradient in lean_gradients.items():
+        assert_close(name, gradient, gradients[name], rtol=1e-5, atol=1e-7)
+    assert metrics.keys() == lean_metrics.keys()
+    assert metrics["entropy"] != lean_metrics["entropy"]
+
+
+def test_ratios_begin_at_1_in_bfloat16(tmp_path: Path) -> None:
+    """Under autocast, as `bf16=True` trains: the head too is in bfloat16 and gives its own old log-probs."""
+    ours, theirs = (
+        trainer_of(kind, small_model(TOKENIZER), tmp_path, bf16=True) for kind in (FusedGRPOTrainer, GRPOTrainer)
+    )
+    batch = CompletionBatch.from_inputs(made_up_inputs())
+    model = ours.accelerator.prepare_model(ours.model)
+    old, _, _ = ours._get_per_token_logps_and_entropies(model, batch.input_ids, batch.attention_mask, 6)
+    part = Part(replace(batch, old_logp=old.detach()), 7.0)
+    ((_, stats),) = ours._read(model, [part.completions], [partial(ours._loss, part)])
+    assert float(stats["ratio_max"]) == 1.0
+    exact, _ = plain_logprobs(small_model(TOKENIZER), batch, 1.0)
+    assert not torch.equal(old.double(), exact), "the test must see bfloat16"
+    theirs.model_wrapped = theirs.accelerator.prepare_model(theirs.model)
+    results = [loss_gradients_metrics(trainer, made_up_inputs()) for trainer in (ours, theirs)]
+    assert_close("loss", results[0][0], results[1][0], rtol=0.02, atol=2e-3)
+    for name, gradient in results[0][1].items():
+        expected = results[1][1][name]
+        assert_close(name, gradient, expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
 HEADS = {
     "Gemma2: softcap, tied": (Gemma2Config, {"final_logit_softcapping": 2.0, "head_dim": 16}),
     "Cohere: scale": (CohereConfig, {"logit_scale": 0.25, "use_qk_norm": False}),
@@ -236,15 +235,6 @@ def test_logprobs_are_those_of_a_plain_forward(tmp_path: Path) -> None:
     expected, their_entropy = plain_logprobs(trainer.model, batch, 0.7)
     assert_close("logp", logp, expected, rtol=1e-5, atol=1e-6)
     assert_close("entropy", entropy, their_entropy, rtol=1e-5, atol=1e-6)
-
-
-def plain_logprobs(model: PreTrainedModel, batch: CompletionBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """In float64, from the logits of the model's own forward."""
-    width = batch.completion_ids.shape[1]
-    model = copy.deepcopy(model).double()
-    logits = Qwen2ForCausalLM.forward(model, batch.input_ids, batch.attention_mask).logits[:, -width - 1 : -1]
-    mask = batch.completion_mask.bool()
-    return reference.token_logprobs(logits, batch.completion_ids, temperature=temperature, mask=mask)
 
 
 REFUSED = {
@@ -393,230 +383,7 @@ def test_data_sets_of_environments() -> None:
         environment_factory("household", prompt_style="sung")
 
 
-# The reward swap
-
-
-def third_words(completions: list[str], **_: Any) -> list[float]:
-    """A dense reward that wants something else than the outcome."""
-    return [float(sum(word in ("w3", "w6", "w9", "w12", "w15") for word in text.split())) for text in completions]
-
-
-def long_enough(completions: list[str], **_: Any) -> list[float]:
-    """An outcome of 0 or 1."""
-    return [float(len(set(text.split())) > 6) for text in completions]
-
-
-class Watched(RSPOGRPOTrainer):
-    """Keeps what the tests want to see of the loops."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.loops: list[dict[str, Any]] = []
-        self.replays: list[tuple[int, list[Replay]]] = []
-
-    def train_b_and_collect(self) -> None:
-        """With A before and after."""
-        loop: dict[str, Any] = {"before": snapshot(self), "step": self.state.global_step}
-        self.loops.append(loop)
-        super().train_b_and_collect()
-        loop |= {"after": snapshot(self), "buffer": self.buffer.trajectories}
-
-    def _collect(self, prompts: Any) -> Any:
-        self.loops[-1].setdefault("b", copy.deepcopy(self.model))
-        return super()._collect(prompts)
-
-    def _sample_replay(self) -> list[Replay]:
-        replay = super()._sample_replay()
-        if replay:
-            self.replays.append((len(self.loops), replay))
-        return replay
-
-
-def snapshot(trainer: RSPOGRPOTrainer) -> list[Tensor]:
-    kept = Snapshot(trainer.model, trainer.optimizer)
-    state = [value for _, values in kept.state for value in values.values()]
-    return [*(weight for _, weight in kept.weights), *state]
-
-
-def swap_trainer(folder: Path, kind: type[RSPOGRPOTrainer] = RSPOGRPOTrainer, **settings: Any) -> Any:
-    options = {name: settings.pop(name) for name in ("swap", "offload", "center_cap") if name in settings}
-    defaults = {"max_steps": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}
-    args = small_args(folder, **{**defaults, "optim": "adamw_torch", "learning_rate": 1e-2, **settings})
-    options.setdefault("swap", SwapConfig(k=2, alpha=0.25, buffer_tasks=8))
-    model = small_model(TOKENIZER)
-    return kind(model, long_enough, third_words, args, prompts(), processing_class=TOKENIZER, **options)
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_agent_a_is_as_it_was_after_b(offload: bool, tmp_path: Path) -> None:
-    trainer = swap_trainer(tmp_path, Watched, offload=offload)
-    trainer.train()
-    assert [loop["step"] for loop in trainer.loops] == [0, 2], "max_steps counts updates of A"
-    for loop in trainer.loops:
-        before, after = loop["before"], loop["after"]
-        assert len(before) == len(after)
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-        moved = [not torch.equal(x, y) for x, y in zip(before, loop["b"].parameters(), strict=False)]
-        assert any(moved), "B has learned"
-    assert len(trainer.loops[1]["before"]) > len(list(trainer.model.parameters())), "with optimiser state"
-    first = trainer.state.log_history[0]
-    assert first["dense/rewards/third_words/mean"] >= 0
-    assert "rewards/third_words/mean" not in first
-    assert first["rewards/long_enough/mean"] == first["reward"]
-    assert first["num_tokens"] > first["completions/mean_length"] * 16 * 3, "B's tokens count"
-
-
-def test_replay_has_bs_logprobs_and_the_best_outcomes(tmp_path: Path) -> None:
-    trainer = swap_trainer(tmp_path, Watched, temperature=0.9)
-    trainer.train()
-    buffer = trainer.loops[-1]["buffer"]
-    assert len(buffer) == 8 * 4
-    for entry in buffer[:6]:
-        batch = CompletionBatch.from_collected([entry], TOKENIZER.pad_token_id, torch.device("cpu"))
-        expected, _ = plain_logprobs(trainer.loops[-1]["b"], batch, 0.9)
-        assert_close("behaviour", batch.behavior_logp, expected, rtol=1e-5, atol=1e-5)
-    for group in range(8):
-        rewards = torch.tensor([float(entry.rewards[0]) for entry in buffer if entry.group == group])
-        advantages = torch.tensor([float(entry.advantages[0]) for entry in buffer if entry.group == group])
-        assert_close(
-            "advantages", advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-4), rtol=1e-4, atol=1e-6
-        )
-    assert [loop for loop, _ in trainer.replays] == [1, 1, 2, 2]
-    for loop, replay in trainer.replays:
-        rows = sum(len(part.part.completions) for part in replay)
-        assert rows == 5, "a quarter of the update: 5 beside 16"
-        best = sorted((float(entry.rewards[0]) for entry in trainer.loops[loop - 1]["buffer"]), reverse=True)
-        assert trainer.state.log_history[2 * loop - 2]["replay/success"] == np.mean([r > 0 for r in best[:5]])
-
-
-def test_replayed_tokens_have_their_own_clip_centre_and_eq_1(tmp_path: Path) -> None:
-    trainer = swap_trainer(tmp_path, loss_type="dapo", beta=0.0)
-    trainer.current_gradient_accumulation_steps = 2
-    trainer.model.train()
-    inputs = made_up_inputs()
-    on_policy, off_policy = (CompletionBatch.from_inputs(made_up_inputs(seed=seed)) for seed in (1, 5))
-    logp_on, logp_off = (plain_logprobs(trainer.model, batch, 1.0)[0].detach() for batch in (on_policy, off_policy))
-    rng = torch.Generator().manual_seed(4)
-    old, behavior = (logp_off + 0.4 * torch.randn(logp_off.shape, generator=rng) for _ in range(2))
-    # A narrower completion than the on-policy ones, whose padding must not matter.
-    off_policy = replace(off_policy, old_logp=old.float(), behavior_logp=behavior.float())
-    alpha = 0.25
-    part = Part(off_policy, 11.0 / alpha, "replay/")
-    loss = trainer._compute_loss(trainer.model, {**inputs, "replay": Replay(alpha, part)})
-    loss.backward()
-    gradient = trainer.model.lm_head.weight.grad
-
-    model = copy.deepcopy(trainer.model).double()
-    model.zero_grad()
-    logps = []
-    for batch in (on_policy, off_policy):
-        logits = Qwen2ForCausalLM.forward(model, batch.input_ids, batch.attention_mask).logits[:, -7:-1]
-        logps.append(reference.token_logprobs(logits, batch.completion_ids)[0])
-    normalizer = 37 * 2 / trainer.args.steps_per_generation
-    expected_on, _ = reference.policy_loss(
-        logps[0].flatten(), on_policy.advantages.double().flatten(), trainer.loss_config,
-        mask=on_policy.loss_mask.flatten(), normalizer=normalizer,
-    )  # fmt: skip
-    expected_off, _ = reference.policy_loss(
-        logps[1].flatten(), off_policy.advantages.double().flatten(), trainer.loss_config,
-        mask=off_policy.loss_mask.flatten(), normalizer=11.0,
-        old_logp=old.flatten(), behavior_logp=behavior.flatten(),
-    )  # fmt: skip
-    expected = (1 - alpha) * expected_on + alpha * expected_off
-    expected.backward()
-    assert_close("logp", logps[0].where(on_policy.loss_mask, 0), logp_on.where(on_policy.loss_mask, 0), rtol=1e-12)
-    assert_close("loss", loss, expected, rtol=1e-5, atol=1e-6)
-    assert_close("gradient", gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
-    assert trainer.loss_config.center_cap == 1.0
-    assert trainer._metrics["train"]["replay/center_mean"][-1] != 1.0
-
-
-def test_replay_of_other_lengths_stands_beside_a_batch(tmp_path: Path) -> None:
-    trainer = swap_trainer(tmp_path)
-    trainer.current_gradient_accumulation_steps = 2
-    trainer.model.train()
-    inputs = made_up_inputs(prompt=3, completion=6)
-    short = CompletionBatch.from_inputs(made_up_inputs(prompt=7, completion=5, seed=6))
-    short = replace(short, old_logp=torch.full((4, 5), -4.0))
-    together = trainer._compute_loss(trainer.model, {**inputs, "replay": Replay(0.25, Part(short, 44.0, "replay/"))})
-    alone = trainer._compute_loss(trainer.model, {**inputs, "replay": Replay(0.25, None)})
-    ((loss, _),) = trainer._read(trainer.model, [short], [partial(trainer._loss, Part(short, 44.0))])
-    assert_close("loss", together, alone + loss, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "swap": SwapConfig(k=1, alpha=0.25, buffer_tasks=8)}])
-def test_a_resumed_run_is_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2, **settings}
-    straight = swap_trainer(tmp_path / "straight", **saving)
-    straight.train()
-    resumed = swap_trainer(tmp_path / "resumed", **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
-    assert resumed.state.global_step == 4
-    for name, weight in straight.model.named_parameters():
-        assert torch.equal(weight, resumed.model.get_parameter(name)), name
-
-
-def test_the_swap_with_lora_and_household(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="needs pip install rspo[lora]")
-    model, tokenizer, settings = tool_caller()
-    trainer = Watched(
-        model,
-        outcome_reward,
-        dense_reward,
-        small_args(tmp_path, max_steps=2, optim="adamw_torch", **settings),
-        environment_dataset("household", 8, prompt_style="chat"),
-        swap=SwapConfig(k=1, alpha=0.25, buffer_tasks=1, sampling="random"),
-        environment_factory=environment_factory("household", prompt_style="chat"),
-        peft_config=peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
-        processing_class=tokenizer,
-    )
-    trainer.train()
-    adapters = sum(p.requires_grad for p in trainer.model.parameters())
-    assert len(Snapshot(trainer.model, trainer.optimizer).weights) == adapters == 8, "B copies the adapters alone"
-    for loop in trainer.loops:
-        assert all(torch.equal(x, y) for x, y in zip(loop["before"], loop["after"], strict=True))
-        tool_tokens = [int((~entry.loss_mask).sum()) for entry in loop["buffer"]]
-        assert max(tool_tokens) > 0, "what the environment says is not trained on"
-    assert "dense/rewards/dense_reward/mean" in trainer.state.log_history[0]
-    assert trainer.state.log_history[0]["replay/completions"] == 1
-
-
-REFUSED_SWAPS = {
-    "swap.source and swap.mixture": {"swap": SwapConfig(source="history", buffer_tasks=4)},
-    "swap.alpha=0.001 replays no completion": {"swap": SwapConfig(alpha=0.001, buffer_tasks=4)},
-    "swap.buffer_tasks must be a multiple of the 4 prompts": {"swap": SwapConfig(buffer_tasks=6)},
-    "must be a multiple of gradient_accumulation_steps": {"steps_per_generation": 1},
-    "sync_ref_model": {"sync_ref_model": True, "beta": 0.1},
-}
-
-
-@pytest.mark.parametrize(("message", "settings"), REFUSED_SWAPS.items(), ids=REFUSED_SWAPS)
-def test_swaps_that_do_not_go_together_are_refused(message: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        swap_trainer(tmp_path, **settings)
-
-
-def test_a_swap_needs_both_rewards(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="dense_reward_funcs must hold"):
-        RSPOGRPOTrainer(small_model(TOKENIZER), long_enough, None, small_args(tmp_path), prompts())
-    with pytest.raises(ValueError, match="reward_funcs must hold an outcome reward"):
-        RSPOGRPOTrainer(
-            small_model(TOKENIZER), None, third_words, small_args(tmp_path, per_device_train_batch_size=8), prompts(),
-            swap=SwapConfig(buffer_tasks=2), processing_class=TOKENIZER,
-        )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = Path(__file__).with_name("trl_processes.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    assert (tmp_path / "done-0").exists()
-    assert (tmp_path / "done-1").exists()
+# The page
 
 
 class SmallArguments:

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import gather_object
-from test_trl import TOKENIZER, Watched, loss_gradients_metrics, made_up_inputs, swap_trainer, trainer_of
-from trl_toys import small_model
+from trl_toys import (
+    TOKENIZER,
+    Watched,
+    loss_gradients_metrics,
+    made_up_inputs,
+    small_model,
+    swap_trainer,
+    trainer_of,
+)
 
 from rspo.integrations.trl import FusedGRPOTrainer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ class CollectedCompletion(Trajectory):
     ref_logp: float32 [T], log-probs under the reference, where the loss asks for them.
     """
 
-    loss_mask: np.ndarray | None = None
+    loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     ref_logp: np.ndarray | None = None
 
     @property

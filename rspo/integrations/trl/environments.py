@@ -107,12 +107,14 @@ def environment_dataset(name: str, size: int, *, split: str = "train", seed: int
     env.close()
     rng = np.random.default_rng(seed)
     tasks = np.concatenate([rng.permutation(count) for _ in range(-(-size // count))])[:size]
-    return Dataset.from_dict({
-        "prompt": [[{"role": "user", "content": ""}]] * size,
-        "task": tasks.tolist(),
-        "seed": rng.integers(2**31, size=size).tolist(),
-        "split": [split] * size,
-    })
+    return Dataset.from_dict(
+        {
+            "prompt": [[{"role": "user", "content": ""}]] * size,
+            "task": tasks.tolist(),
+            "seed": rng.integers(2**31, size=size).tolist(),
+            "split": [split] * size,
+        }
+    )
 
 
 def outcome_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[float]:
