@@ -41,7 +41,7 @@ def train_reward_model(
     settings = config.reward_model
     targets = final_rewards(trajectories, settings.target)
     # Adam's steps at these learning rates are smaller than bfloat16 can tell apart.
-    policy_config = replace(config.policy, dtype="float32")
+    policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto")
     if path is not None:
         policy = Policy.load(path, policy_config)
     else:

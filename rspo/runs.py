@@ -18,6 +18,7 @@ from .config_io import flat_settings, load_config, save_config
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
+from .model_checks import check_run
 from .models import Policy
 from .reporters import find_reporters
 from .rewards import training_rewards
@@ -29,7 +30,8 @@ from .warmup import warm_up
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
-    "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
+    "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
+    "rollout.max_batch", "warmup.", "reward_model.",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -101,6 +103,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
     policy = start_policy(config, env, folder, progress=progress)
+    check_run(policy, config)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
     checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic) if checkpoints else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}

@@ -66,7 +66,19 @@ class PolicyConfig:
     the environment's scripted expert."""
     dtype: str = "float32"
     attention: str = "sdpa"
+    """"sdpa" (PyTorch's own), "eager" (plain, slow; for models that cap their attention scores, such as Gemma 2), or
+    "flash_attention_2" (the extra rspo[flash], on a GPU in bfloat16 or float16)."""
     device: str = "cpu"
+    fused: str = "auto"
+    """Log-probs and losses straight from hidden states, so that the logits of all words never exist at once: "on",
+    "off", or "auto": from a vocabulary of 8192 words on, where the model's head is a linear layer with a scale or a cap
+    at most (`rspo.heads`). It changes results by no more than rounding."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of a model's layers for the backward pass, and compute each layer a second time in it: less
+    memory for a third more work, and the same gradients."""
+    chat: str = "auto"
+    """A prompt is a user's message in the tokenizer's chat template: "auto": where there is a template; "on": one must
+    be there in the tokenizer at `path`; "off": never."""
     packing: str = "auto"
     """Forward passes over rows packed end to end, without padding: "on", "off", or "auto": with flash_attention_2,
     whose kernels skip what lies between rows. The other attentions compute and mask it, and are faster padded."""
@@ -76,12 +88,18 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         one_of("policy.dtype", self.dtype, DTYPES)
         one_of("policy.attention", self.attention, ATTENTION)
-        one_of("policy.packing", self.packing, SWITCHES)
+        for name in ("packing", "fused", "chat"):
+            one_of(f"policy.{name}", getattr(self, name), SWITCHES)
 
     @property
     def packs(self) -> bool:
         """Whether forward passes are packed."""
         return self.packing == "on" or (self.packing == "auto" and self.attention == "flash_attention_2")
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether the tokenizer must have a chat template; that of the small model from scratch never has one."""
+        return self.chat == "on" and self.path is not None
 
 
 @dataclass(frozen=True)
