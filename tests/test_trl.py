@@ -221,7 +221,7 @@ class HalvedLogits(Qwen2ForCausalLM):
 def test_head_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = HalvedLogits(small_model(TOKENIZER).config)
-    with pytest.raises(ValueError, match=r"the logits of HalvedLogits must be logit_scale"):
+    with pytest.raises(ValueError, match="the logits of HalvedLogits are not those of its output embeddings"):
         trainer_of(FusedGRPOTrainer, model, tmp_path)
 
 
@@ -257,7 +257,11 @@ def test_settings_that_cannot_be_honoured_are_refused(message: str, settings: di
 
 
 RUNS = {
-    "two passes over a generation batch": {"num_iterations": 2, "gradient_accumulation_steps": 2},
+    "two passes over a generation batch": {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "activation_checkpointing": True,
+    },
     "KL to a reference model": {"beta": 0.1, "loss_type": "grpo"},
 }
 
@@ -267,6 +271,18 @@ def test_a_run_is_trls(settings: dict[str, Any], saved: Path, tmp_path: Path) ->
     assert_runs_alike(
         lambda kind: kind(str(saved), variety, small_args(tmp_path, **settings), prompts(), processing_class=TOKENIZER)
     )
+
+
+def test_evaluation_is_trls(tmp_path: Path) -> None:
+    results = [
+        trainer_of(kind, small_model(TOKENIZER), tmp_path, loss_type=loss_type).evaluate(prompts().select(range(4)))
+        for loss_type in ("dapo", "grpo")
+        for kind in (FusedGRPOTrainer, GRPOTrainer)
+    ]
+    for ours, theirs in (results[:2], results[2:]):
+        for name in ("eval_loss", "eval_reward", "eval_entropy", "eval_clip_ratio/region_mean"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+        assert ours["eval_loss"] != 0
 
 
 def test_a_run_with_lora_is_trls(tmp_path: Path) -> None:

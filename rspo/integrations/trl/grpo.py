@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -16,10 +16,8 @@ from trl import GRPOConfig, GRPOTrainer
 from rspo_kernels import linear_policy_loss, linear_token_logprobs
 
 from .completions import CompletionBatch, side_by_side
-from .head import OutputHead, check_head, make_readable
+from .head import Read, WholeHead, head_of, make_readable
 from .settings import CLIPPED, divisor, loss_config
-
-Reader = Callable[[Tensor, OutputHead], Any]
 
 
 @dataclass(frozen=True)
@@ -79,15 +77,15 @@ class FusedGRPOTrainer(GRPOTrainer):
                 "DeepSpeed's ZeRO-3 hides the output head's weight; the fused policy loss needs a stage of 0 to 2"
             )
         policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
-        check_head(policy)
-        make_readable(policy, self.args.cast_lm_head_to_fp32)
-        if self.ref_model is not None:  # of the same kind
-            make_readable(self.accelerator.unwrap_model(self.ref_model), self.args.cast_lm_head_to_fp32)
+        head = head_of(policy)
+        make_readable(policy, head, self.args.cast_lm_head_to_fp32)
+        if self.ref_model is not None:
+            make_readable(self.accelerator.unwrap_model(self.ref_model), head, self.args.cast_lm_head_to_fp32)
 
     def _send_telemetry(self) -> None:
         """Nothing leaves the machine unasked."""
 
-    def _read(self, model: PreTrainedModel, batches: Sequence[CompletionBatch], readers: Sequence[Reader]) -> list[Any]:
+    def _read(self, model: PreTrainedModel, batches: Sequence[CompletionBatch], readers: Sequence[Read]) -> list[Any]:
         """What each batch's reader gives, in one forward pass over all of them.
 
         A reader gets the hidden states [B, C, H] that predict its batch's completions, and the output head.
@@ -95,7 +93,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         inputs = side_by_side(batches, self._tokenizer.pad_token_id)
         completions = max(batch.completion_ids.shape[1] for batch in batches)
 
-        def read(hidden: Tensor, head: OutputHead) -> list[Any]:
+        def read(hidden: Tensor, head: WholeHead) -> list[Any]:
             # From the right: prompt tuning puts virtual tokens before the prompt.
             predicting = hidden[:, -completions - 1 : -1].split([len(batch) for batch in batches])
             return [
@@ -127,7 +125,7 @@ class FusedGRPOTrainer(GRPOTrainer):
         logp, entropy = (torch.cat(column) for column in zip(*parts, strict=True))
         return logp, entropy if compute_entropy else None, None
 
-    def _logprobs(self, batch: CompletionBatch, hidden: Tensor, head: OutputHead) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, batch: CompletionBatch, hidden: Tensor, head: WholeHead) -> tuple[Tensor, Tensor]:
         scored = linear_token_logprobs(
             hidden,
             head.weight,
@@ -148,7 +146,7 @@ class FusedGRPOTrainer(GRPOTrainer):
             self._record(part.prefix, stats)
         return torch.stack([loss for loss, _ in results]).sum()
 
-    def _loss(self, part: Part, hidden: Tensor, head: OutputHead) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, part: Part, hidden: Tensor, head: WholeHead) -> tuple[Tensor, dict[str, Tensor]]:
         batch = part.completions
         return linear_policy_loss(
             hidden,
