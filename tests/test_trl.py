@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -337,6 +339,20 @@ def assert_runs_alike(make: Callable[[type[GRPOTrainer]], GRPOTrainer]) -> GRPOT
         moved = max(moved, float((weight.detach() - before[name]).abs().max()))
     assert moved > 1e-3, "the test must see training"
     return ours
+
+
+@pytest.mark.parametrize(
+    ("found", "message"), [(None, "pip install 'rspo"), ("1.15.2", "needs TRL 1.16, found 1.15.2")]
+)
+def test_a_missing_or_old_trl_is_told(found: str | None, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("rspo.integrations.trl")]:
+        monkeypatch.delitem(sys.modules, name)
+    if found is None:
+        monkeypatch.setitem(sys.modules, "trl", None)
+    else:
+        monkeypatch.setattr("trl.__version__", found)
+    with pytest.raises(ImportError, match=message):
+        importlib.import_module("rspo.integrations.trl")
 
 
 # Environments

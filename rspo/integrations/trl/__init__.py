@@ -3,6 +3,7 @@
 Needs `pip install rspo[trl]`.
 """
 
+from . import _requires  # noqa: F401
 from .environments import (
     EnvironmentTool,
     dense_reward,
