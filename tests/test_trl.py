@@ -92,6 +92,7 @@ TOKEN_LEVEL = {
     "dapo": {"loss_type": "dapo", "temperature": 0.7},
     "dapo, longer generation": {"loss_type": "dapo", "steps_per_generation": 4},
     "luspo": {"loss_type": "luspo"},
+    "head in float32": {"loss_type": "dapo", "cast_lm_head_to_fp32": True},
     "sapo": {"loss_type": "sapo"},
     "delta": {"loss_type": "dapo", "delta": 1.3},
     "kl": {"loss_type": "grpo", "beta": 0.1},
