@@ -85,10 +85,16 @@ def test_replay_has_bs_logprobs_and_the_best_outcomes(tmp_path: Path) -> None:
         assert_close(
             "advantages", advantages, (rewards - rewards.mean()) / (rewards.std() + 1e-4), rtol=1e-4, atol=1e-6
         )
-    assert [loop for loop, _ in trainer.replays] == [1, 1, 2, 2]
-    for loop, replay in trainer.replays:
+    assert [loop for loop, _, _ in trainer.replays] == [1, 1, 2, 2]
+    for loop, replay, agent_a in trainer.replays:
         rows = sum(len(part.part.completions) for part in replay)
         assert rows == 5, "a quarter of the update: 5 beside 16"
+        for batch in (part.part.completions for part in replay):
+            expected, _ = plain_logprobs(agent_a, batch, 0.9)
+            assert_close("old", batch.old_logp, expected, rtol=1e-5, atol=1e-5)
+            written, _ = plain_logprobs(trainer.loops[loop - 1]["b"], batch, 0.9)
+            assert_close("behaviour", batch.behavior_logp, written, rtol=1e-5, atol=1e-5)
+            assert not torch.equal(batch.old_logp, batch.behavior_logp)
         best = sorted((float(entry.rewards[0]) for entry in trainer.loops[loop - 1]["buffer"]), reverse=True)
         assert trainer.state.log_history[2 * loop - 2]["replay/success"] == np.mean([r > 0 for r in best[:5]])
 

@@ -77,7 +77,7 @@ def check_swap(folder: Path) -> None:
     weights = [sum(p.double().sum().item() for p in trainer.model.parameters())]
     both = gather_object(weights)
     assert both[0] == both[1]
-    mine = [sum(len(part.part.completions) for part in replay) for _, replay in trainer.replays]
+    mine = [sum(len(part.part.completions) for part in replay) for _, replay, _ in trainer.replays]
     assert mine == [3] * 4, "as many in each process"
 
 

@@ -194,7 +194,7 @@ class Watched(RSPOGRPOTrainer):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.loops: list[dict[str, Any]] = []
-        self.replays: list[tuple[int, list[Replay]]] = []
+        self.replays: list[tuple[int, list[Replay], PreTrainedModel]] = []
 
     def train_b_and_collect(self) -> None:
         """With A before and after."""
@@ -210,7 +210,7 @@ class Watched(RSPOGRPOTrainer):
     def _sample_replay(self) -> list[Replay]:
         replay = super()._sample_replay()
         if replay:
-            self.replays.append((len(self.loops), replay))
+            self.replays.append((len(self.loops), replay, copy.deepcopy(self.model)))
         return replay
 
 
