@@ -27,7 +27,8 @@ ALFWORLD = ["alfworld==0.4.2", "textworld>=1.7,<1.8"]
 LORA = ["peft>=0.15"]
 DISTRIBUTED = ["accelerate>=1.8"]
 OPENAI = ["openai>=1.60"]
-TRL = ["trl>=0.26", "accelerate>=1.8"]
+# Private methods of its trainer are overridden.
+TRL = ["trl>=1.16,<1.17", "accelerate>=1.8"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",

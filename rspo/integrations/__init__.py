@@ -1,1 +1,1 @@
-"""RSPO inside other trainers, one package each."""
+"""RSPO inside other trainers: a package for each, which needs the library it is named after."""
