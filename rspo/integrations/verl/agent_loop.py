@@ -98,6 +98,7 @@ class Texts(Policy):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
+        self.chat = True
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
