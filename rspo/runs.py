@@ -166,21 +166,6 @@ def open_run(
     return trainer
 
 
-def _checkpoint(
-    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy
-) -> Checkpoint | None:
-    """The checkpoint that a run goes on from; None where it has none yet."""
-    checkpoints = list_checkpoints(folder / "checkpoints")
-    if not isinstance(resume, Path):
-        return load_checkpoint(checkpoints[-1], config, has_critic, start) if checkpoints else None
-    if resume not in checkpoints:
-        raise ConfigError(
-            f"{resume} is not a checkpoint of the run in {folder}, which has"
-            f" {', '.join(path.name for path in checkpoints) or 'none'}"
-        )
-    return load_checkpoint(resume, config, has_critic, start)
-
-
 def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
     """Agent A's policy and, where a KL term asks for it, the frozen start policy. Under LoRA the start policy is the
     base of the one and the other itself."""
@@ -191,6 +176,21 @@ def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy 
     if config.lora.rank > 0:
         start.adapted(config.lora, 0)  # what agent B cannot be is said now, and not in the first loop
     return start, start.copy() if pulls else None
+
+
+def _checkpoint(
+    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from; None where it has none yet. start: what adapters stand on."""
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    if not isinstance(resume, Path):
+        return load_checkpoint(checkpoints[-1], config, has_critic, start) if checkpoints else None
+    if resume not in checkpoints:
+        raise ConfigError(
+            f"{resume} is not a checkpoint of the run in {folder}, which has"
+            f" {', '.join(path.name for path in checkpoints) or 'none'}"
+        )
+    return load_checkpoint(resume, config, has_critic, start)
 
 
 def _check_resumable(config: Config, folder: Path) -> None:
