@@ -76,6 +76,7 @@ class Agent:
         self.optimizer.step()
         if self.critic_optimizer is not None:
             self.critic_optimizer.step()
+        self.policy.weights_changed()
 
     def branch(self, fresh_optimizer: bool = False) -> Agent:
         """Agent B: a copy with weights and (unless `fresh_optimizer`) optimiser state of its own."""

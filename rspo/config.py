@@ -18,6 +18,7 @@ from .sections import (
     METHODS,
     ConfigError,
     CriticConfig,
+    EngineConfig,
     EnvConfig,
     EstimatorConfig,
     EvaluationConfig,
@@ -45,6 +46,7 @@ class Config:
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -74,6 +76,7 @@ class Config:
             )
         if self.loss.aggregation == "seq-mean-token-sum-norm" and self.loss.horizon is None:
             raise ConfigError(f"loss.horizon must be given with loss.aggregation={self.loss.aggregation!r}, got None")
+        self._check_engine()
         if self.method == "rspo":
             self._check_swap()
 
@@ -88,6 +91,18 @@ class Config:
         name = {"gigpo": "GiGPO"}.get(self.estimator_name, self.estimator_name.rpartition(":")[2].upper())
         return f"RSPO+{name}" if self.method == "rspo" else name
 
+    def _check_engine(self) -> None:
+        if self.engine.name != "transformers" and self.rollout.rescore == "off":
+            raise ConfigError(
+                f"rollout.rescore must not be 'off' with engine.name={self.engine.name!r}: its log-probs are not the"
+                " training model's"
+            )
+        if self.engine.importance_cap is not None and not self.rescores:
+            raise ConfigError(
+                f"engine.importance_cap={self.engine.importance_cap} needs log-probs of the training model beside the"
+                f" engine's: rollout.rescore must be 'on', got {self.rollout.rescore!r}"
+            )
+
     def _check_swap(self) -> None:
         if self.rewards.train != "outcome":
             raise ConfigError("rewards.train must be 'outcome' with method='rspo': agent A is always trained on it")
@@ -100,7 +115,8 @@ class Config:
     @property
     def rescores(self) -> bool:
         """Whether log-probs of responses are taken from training forward passes."""
-        return self.rollout.rescore == "on" or (self.rollout.rescore == "auto" and self.policy.dtype != "float32")
+        differ = self.policy.dtype != "float32" or self.engine.name != "transformers"
+        return self.rollout.rescore == "on" or (self.rollout.rescore == "auto" and differ)
 
     def on_policy_tasks(self, alpha: float) -> int:
         """Tasks that are rolled out for one update when a share alpha is replayed: (1 - α)·B."""
@@ -192,6 +208,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "EngineConfig",
     "EnvConfig",
     "EstimatorConfig",
     "EvaluationConfig",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +19,7 @@ from rspo_kernels import token_logprobs
 from .batch import Batch
 from .config import ConfigError, PolicyConfig
 
+_VERSIONS = itertools.count()
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
 
@@ -35,6 +37,7 @@ class Policy:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.packs = packs
+        self.version = next(_VERSIONS)
         self.cache_argument = _cache_argument(model)
         self._head_is_plain = _head_is_plain(model)
 
@@ -64,6 +67,11 @@ class Policy:
     def copy(self) -> Policy:
         """A policy with weights of its own; the tokenizer is shared."""
         return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs)
+
+    def weights_changed(self) -> None:
+        """To be called after the weights have changed: no other weights in this process have the new `version`, so that
+        engines see whether they hold these."""
+        self.version = next(_VERSIONS)
 
     @property
     def device(self) -> torch.device:

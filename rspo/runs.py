@@ -15,6 +15,7 @@ from .agent import Agent
 from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import flat_settings, load_config, save_config
+from .engines import open_backend
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
@@ -30,6 +31,8 @@ CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
     "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
+    "engine.url", "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries", "engine.concurrency",
+    "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -96,6 +99,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
     reporters = find_reporters(config.run.report_to)
+    backend = open_backend(config, folder)
     prepare_folder(folder)
     for leftovers in (CONFIG_FILE, "start"):
         tidy(folder, leftovers)
@@ -112,7 +116,7 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
-    trainer = Trainer(config, folder, env, agent, reference, tracker)
+    trainer = Trainer(config, folder, env, agent, reference, tracker, backend)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer

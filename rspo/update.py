@@ -21,6 +21,7 @@ from .agent import Agent
 from .batch import Batch
 from .config import Config, OptimizerConfig
 from .critic import score_values, value_loss
+from .mismatch import importance_weights
 from .models import Policy, score
 from .rewards import NonFiniteError
 from .timing import PhaseTimer
@@ -72,6 +73,7 @@ class Mixture:
                     logp,
                     batch.advantages,
                     mask=mask,
+                    weights=batch.weights,
                     normalizer=divisor,
                     old_logp=batch.old_logp,
                     behavior_logp=batch.behavior_logp,
@@ -90,6 +92,8 @@ def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config) 
     logp = score(policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     for turn, part in zip(turns, logp.split(batch.turn_lengths.tolist()), strict=True):
+        if config.engine.name == "transformers":  # whose log-probs at generation are those of its rollout
+            turn.engine_logp = turn.behavior_logp
         turn.behavior_logp = part.cpu().numpy()
 
 
@@ -97,9 +101,12 @@ def prepare(
     agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config, reference: Policy | None
 ) -> Batch:
     """The batch with what one update holds fixed: log-probs of replayed rows under the policy as it is now (old
-    log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, and
-    the critic's values, where there is a critic."""
+    log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, the
+    importance weights of an engine that is not the training model, and the critic's values, where there is a critic."""
     temperature, max_tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
+    if config.engine.importance_cap is not None:
+        weights = importance_weights(trajectories, config.engine.importance_cap)
+        batch = replace(batch, weights=torch.from_numpy(weights).to(batch.targets.device))
     if batch.is_replay.any():
         rows = batch.token_row[batch.is_replay].unique()
         old_logp = batch.old_logp.clone()
