@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
+from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
-from .engines import LOCAL, EngineError, open_backend
+from .engines import LOCAL, EngineError, expert_of, open_backend
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
 from .envs.webshop import commands as webshop_commands
@@ -326,7 +326,7 @@ def _collect(parsed: argparse.Namespace) -> None:
         elif config.policy.path is not None:
             policy = Policy.load(config.policy.path, config.policy)
         else:
-            expert_of(env)
+            expert_of(env, NO_EXPERT)
             policy = fresh_policy(env, config)
         try:
             summary = collect(

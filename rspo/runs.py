@@ -31,8 +31,9 @@ CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
     "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
-    "engine.url", "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries", "engine.concurrency",
-    "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",
+    "engine.name", "engine.server", "engine.url", "engine.model", "engine.api_key_env", "engine.timeout",
+    "engine.retries", "engine.concurrency", "engine.push_weights", "engine.push_folder", "engine.tensor_parallel",
+    "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 

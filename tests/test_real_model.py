@@ -11,14 +11,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from rspo_servers import transformers_serve
 from smollm2 import save_smollm2
+
+from rspo.batch import Batch
+from rspo.collect import collect, load_trajectories
 
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
+from rspo.engines import EngineError, open_backend
 from rspo.envs.base import PromptContext
+from rspo.envs.household import HouseholdEnv
 from rspo.models import Policy
 from rspo.runs import open_run
 from rspo.tracking import read_metrics
+from rspo.update import rescore
 
 pytestmark = [pytest.mark.real_model, pytest.mark.usefixtures("one_thread")]
 
@@ -102,8 +110,6 @@ def test_ratios_begin_at_one(packing: str, smollm2: Path, tmp_path: Path) -> Non
 
 
 def test_prompts_and_projection_with_a_real_tokenizer(smollm2: Path) -> None:
-    from rspo.envs.household import HouseholdEnv
-
     policy = Policy.load(smollm2, settings("household", smollm2).policy)
     env = HouseholdEnv(prompt_style="chat")
     _, infos = env.reset([env.tasks()[0]], [0])
@@ -115,3 +121,36 @@ def test_prompts_and_projection_with_a_real_tokenizer(smollm2: Path) -> None:
     (response,) = policy.encode_responses([env.render_action("go fridge")])
     assert env.project(policy.decode([np.append(response, policy.eos_token_ids)])[0]) == ("go fridge", True)
     assert policy.eos_token_ids == (policy.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_episodes_by_transformers_serve(smollm2: Path, tmp_path: Path) -> None:
+    """A real server plays episodes: its tokens have, under the training model, the surprise of samples from the whole
+    distribution at temperature 1. It dies, and collection goes on at another."""
+    pytest.importorskip("uvicorn")
+    server_settings = ("engine.name=openai", "engine.server=transformers", "engine.concurrency=2", "engine.retries=0")
+    policy = Policy.load(smollm2, settings("household", smollm2).policy)
+    env = HouseholdEnv(prompt_style="chat", max_turns=2)
+    with transformers_serve(smollm2, tmp_path / "log") as server:
+        config = settings("household", smollm2, *server_settings, f"engine.url={server.url}")
+        backend = open_backend(config)
+        collect(env, policy, config, tmp_path, 4, progress=False, backend=backend)
+        server.kill()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            collect(env, policy, config, tmp_path, 8, resume=True, progress=False, backend=backend)
+    with transformers_serve(smollm2, tmp_path / "log") as server:
+        config = settings("household", smollm2, *server_settings, f"engine.url={server.url}")
+        collect(env, policy, config, tmp_path, 8, resume=True, progress=False, backend=open_backend(config))
+    trajectories = load_trajectories([tmp_path])
+    assert len(trajectories) == 8
+
+    rescore(policy, trajectories, config)
+    batch = Batch.from_trajectories(trajectories)
+    with torch.no_grad():
+        logits, _ = policy.logits_and_hidden(batch)
+        logp = torch.log_softmax(logits.double(), dim=-1)
+        mean = (logp.exp() * logp).sum(-1)
+        variance = (logp.exp() * logp**2).sum(-1) - mean**2
+    surprise = batch.behavior_logp.double() - mean
+    z = float(surprise.sum() / variance.sum().sqrt())
+    assert batch.num_tokens > 100
+    assert abs(z) < 4, f"log-probs of {batch.num_tokens} tokens are {z:.1f} standard deviations from those of samples"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..config import Config
 from .base import Backend, Engine, EngineError, Generation
-from .scripted_engine import Scripted, ScriptedEngine
+from .scripted_engine import Scripted, ScriptedEngine, expert_of
 from .transformers_engine import LOCAL, TransformersBackend, TransformersEngine
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "ScriptedEngine",
     "TransformersBackend",
     "TransformersEngine",
+    "expert_of",
     "open_backend",
 ]
 

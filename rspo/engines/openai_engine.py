@@ -210,9 +210,9 @@ def _served_model(client: OpenAI, settings: EngineConfig) -> str:
     """The name to ask for. Raises ConfigError where the server is not there or does not have it."""
     import openai
 
+    served: list[str] = []
     try:
-        found = client.models.list()
-        served = [model.id for model in found.data]
+        served += [model.id for model in client.models.list().data]
     except openai.APIConnectionError as error:
         raise ConfigError(
             f"engine.url={settings.url!r}: no server answers there ({error.__cause__ or error})"
@@ -227,11 +227,10 @@ def _served_model(client: OpenAI, settings: EngineConfig) -> str:
         raise ConfigError(
             f"engine.url={settings.url!r}: no OpenAI-compatible server, /models gave {error!s:.200}"
         ) from error
-    if settings.model is None and len(served) == 1:
-        return served[0]
-    if settings.model not in served:
+    chosen = served[0] if settings.model is None and len(served) == 1 else settings.model
+    if chosen is None or chosen not in served:
         raise ConfigError(
             f"engine.model must be one that is served at {settings.url}, {', '.join(map(repr, served)) or 'none'};"
             f" got {settings.model!r}"
         )
-    return settings.model
+    return chosen
