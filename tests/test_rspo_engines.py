@@ -49,6 +49,7 @@ CHAT = (
 @pytest.fixture
 def serve() -> Iterator[Callable[..., StandIn]]:
     """Start stand-ins that end with the test."""
+    pytest.importorskip("openai")
     started: list[StandIn] = []
 
     def start(policy: Policy, speaks: str = "vllm") -> StandIn:
@@ -640,8 +641,8 @@ def test_rescoring_keeps_what_generation_said() -> None:
 @pytest.mark.slow
 def test_transformers_serve(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real server: near temperature 0 it answers what the policy itself would, and episodes are played by it."""
-    pytest.importorskip("uvicorn")
-    pytest.importorskip("fastapi")
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
     policy = chat_policy()
     policy.save(tmp_path / "model")
     with transformers_serve(tmp_path / "model", tmp_path / "log") as server:
