@@ -33,6 +33,7 @@ class StandIn:
 
     speaks: "vllm", "llama.cpp", "sglang" or "chat".
     policy: generates; replaced when weights are pushed.
+    answers: while this is not set, completions get no answer.
     refusals: statuses of the next answers to completions, before it answers.
     needs_key: only requests with `KEY` are answered.
     """
@@ -42,6 +43,8 @@ class StandIn:
         self.speaks = speaks
         self.refusals: list[int] = []
         self.needs_key = False
+        self.answers = threading.Event()
+        self.answers.set()
         self.logp_offset = 0.0
         self.asked: list[dict[str, Any]] = []
         self.posted: list[tuple[str, dict[str, Any]]] = []
@@ -57,6 +60,7 @@ class StandIn:
         return f"http://127.0.0.1:{self._http.server_address[1]}/v1"
 
     def close(self) -> None:
+        self.answers.set()
         self._http.shutdown()
         self._http.server_close()
 
@@ -100,7 +104,10 @@ class StandIn:
                 self.asked.append(body)
                 refused = self.refusals.pop(0) if self.refusals else None
             try:
-                return (refused, {"error": {"message": "refused"}}) if refused else (200, self._complete(body))
+                if refused:
+                    return refused, {"error": {"message": "refused"}}
+                self.answers.wait()
+                return 200, self._complete(body)
             finally:
                 with self._lock:
                     self._now -= 1

@@ -386,14 +386,27 @@ def test_other_servers_are_told_apart(serve: Callable[..., StandIn]) -> None:
 def test_slow_servers(serve: Callable[..., StandIn]) -> None:
     policy = small_policy()
     server = serve(policy)
+    server.answers.clear()
     config = engine_config(server.url, "engine.timeout=0.2")
-    backend = open_backend(config)
     with (
-        server._lock,
-        backend.engine(policy, config.rollout, torch.Generator()) as engine,
+        open_backend(config).engine(policy, config.rollout, torch.Generator()) as engine,
         pytest.raises(EngineError, match=r"has not answered in engine.timeout=0.2 s"),
     ):
         engine.generate(prompts_of(policy, 1))
+
+
+def test_a_failure_waits_for_no_other_request(serve: Callable[..., StandIn]) -> None:
+    policy = small_policy()
+    server = serve(policy)
+    server.answers.clear()
+    server.refusals = [400]
+    config = engine_config(server.url, "engine.concurrency=2")
+    with (
+        open_backend(config).engine(policy, config.rollout, torch.Generator()) as engine,
+        pytest.raises(EngineError, match="status 400"),
+    ):
+        engine.generate(prompts_of(policy, 5))
+    assert len(server.asked) <= 2, "what was not sent yet is not sent"
 
 
 def test_what_cannot_be_opened(serve: Callable[..., StandIn], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

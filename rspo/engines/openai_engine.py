@@ -8,11 +8,12 @@ requests follow from the run's seed; whether the same seed gives the same respon
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -175,12 +176,36 @@ class OpenAIEngine:
         ]
 
     def _ask_all(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        pool = ThreadPoolExecutor(min(self.backend.settings.concurrency, max(len(requests), 1)))
+        """The answers in order. The first failure ends it, and neither that nor Ctrl-C waits for those under way."""
+        waiting: SimpleQueue[tuple[int, dict[str, Any]]] = SimpleQueue()
+        done: SimpleQueue[tuple[int, dict[str, Any] | Exception]] = SimpleQueue()
+        for numbered in enumerate(requests):
+            waiting.put(numbered)
+
+        def work() -> None:
+            try:
+                while True:
+                    number, request = waiting.get_nowait()
+                    done.put((number, self.backend.ask(request)))
+            except Empty:
+                return
+            except Exception as error:
+                done.put((-1, error))
+
+        for _ in range(min(self.backend.settings.concurrency, len(requests))):
+            threading.Thread(target=work, daemon=True).start()
+        answers: dict[int, dict[str, Any]] = {}
         try:
-            return list(pool.map(self.backend.ask, requests))
+            while len(answers) < len(requests):
+                number, answer = done.get()
+                if isinstance(answer, Exception):
+                    raise answer
+                answers[number] = answer
         finally:
-            # After a failure or Ctrl-C nobody waits for those that have not been sent.
-            pool.shutdown(wait=False, cancel_futures=True)
+            with suppress(Empty):
+                while True:
+                    waiting.get_nowait()
+        return [answers[number] for number in range(len(requests))]
 
     def _read(self, answer: dict[str, Any]) -> Answer:
         settings = self.backend.settings
