@@ -433,6 +433,13 @@ def test_what_cannot_be_opened(serve: Callable[..., StandIn], monkeypatch: pytes
         open_backend(engine_config(server.url))
 
 
+def test_several_processes_cannot_share_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for flags in (["engine.name=vllm"], ["engine.name=openai", "engine.url=http://localhost:1/v1"]):
+        with pytest.raises(ConfigError, match="must be 'transformers' where 2 processes train together"):
+            open_backend(small_config(*flags), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
