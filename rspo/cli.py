@@ -1,4 +1,4 @@
-"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
+"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
-from .config_io import apply_flags, load_config, method_names, preset
+from .config_io import apply_flags, load_config, method_names, preset, preset_name
+from .dry_run import dry_run
 from .engines import LOCAL, EngineError, expert_of, open_backend
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
@@ -27,8 +28,18 @@ from .play import Game, choose_task, play_game
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, check_split, how_to_go_on, open_run, set_threads, trained_policy
-from .storage import StorageError, writing
+from .runs import (
+    CONFIG_FILE,
+    build_env,
+    check_split,
+    default_folder,
+    how_to_go_on,
+    latest_checkpoint,
+    open_run,
+    set_threads,
+    trained_policy,
+)
+from .storage import StorageError, new_folder, writing
 from .summary import summary_table
 from .warmup import fresh_policy
 
@@ -84,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--keep", type=int, metavar="N", help="newest checkpoints that are kept")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
+    train.add_argument(
+        "--dry-run", action="store_true", help="say what the run needs and does, and what is missing here, and stop"
+    )
     _add_settings(train)
     train.set_defaults(command=_train)
 
@@ -105,6 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write a model for use elsewhere",
+        description="Write the latest checkpoint of a run, or an adapter or model folder, as a whole model that"
+        " transformers loads, without what only training needs. A LoRA adapter is merged into its base.",
+    )
+    export.add_argument("path", type=Path, help="run folder, checkpoint, adapter or model folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the model")
+    _add_settings(export, training=False)
+    export.set_defaults(command=_export)
 
     _add_collect(commands)
     _add_reward_model(commands)
@@ -218,7 +243,11 @@ def _add_envs(commands: _Commands) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="default, or paper: every setting as the paper's")
+    parser.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="default, or paper: every setting as the paper's; replaces the one that --config names",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
     if training:
@@ -241,7 +270,8 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
         chosen = {"method": method, "base": getattr(parsed, "base", None)}
         chosen |= {name: value for name, _, value in (flag.partition("=") for flag in parsed.set) if name in chosen}
         named |= {name: value for name, value in chosen.items() if value is not None}
-        base = preset(parsed.preset or "default", **named)
+        stated = preset_name(parsed.config) if parsed.config else "default"
+        base = preset(parsed.preset or stated, **named)
     config = load_config(parsed.config, base) if parsed.config else base
     flags = {
         "method": method,
@@ -271,8 +301,10 @@ def _train(parsed: argparse.Namespace) -> None:
     if parsed.resume and stored is not None and not stored.is_file():
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = _settings(parsed, load_config(stored) if parsed.resume and stored is not None else None)
-    name = config.env.name.rpartition(":")[2]
-    folder = parsed.out or Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
+    if parsed.dry_run:
+        print(dry_run(config))
+        return
+    folder = parsed.out or default_folder(config)
     try:
         trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
         try:
@@ -294,15 +326,31 @@ def _train(parsed: argparse.Namespace) -> None:
     print(f"{summary_table([folder])}\n\nrun folder: {folder}")
 
 
-def _eval(parsed: argparse.Namespace) -> None:
+def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
+    """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
     # A checkpoint lies two folders below the settings it was made with.
     stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
     config = _settings(parsed, load_config(stored) if stored.is_file() else None)
+    return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
+    if parsed.out.exists():
+        raise ConfigError(f"{parsed.out} exists; choose another --out")
+    policy = Policy.load(model, config.policy)
+    with new_folder(parsed.out) as folder:
+        policy.save_whole(folder)
+    print(f"{parsed.out}: the model of {model}")
+
+
+def _eval(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
     set_threads(config)
-    policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
+    policy = Policy.load(model, config.policy)
     with closing(open_backend(config)) as backend, closing(build_env(config)) as env:
         check_split(env, config)
         evaluation = evaluate(policy, env, config, progress=True, backend=backend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 from collections.abc import Sequence
@@ -12,12 +11,15 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-
-from rspo_kernels import token_logprobs
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .batch import Batch
-from .config import ConfigError, PolicyConfig
+from .config import AdapterConfig, ConfigError, PolicyConfig
+from .gradient_checkpointing import recompute_layers
+from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
+from .model_checks import check_attention_caps, check_attention_device, check_loaded
+from .policy_module import PolicyModule
+from .sharing import copy_module, frozen_view
 
 _VERSIONS = itertools.count()
 SAID = "(a response)"
@@ -31,42 +33,100 @@ class Policy:
         model: any transformers causal LM.
         tokenizer: its tokenizer. Where that has a chat template, a prompt is one user message.
         packs: forward passes over a batch run without padding.
+        fused: as `PolicyConfig.fused`.
+        chat: a chat template is used where there is one.
+
+    `module` is the model with all that training computes of it; forward passes over batches go through it alone.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, packs: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        packs: bool = False,
+        fused: str = "auto",
+        chat: bool = True,
+    ) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.packs = packs
+        self.packs, self.fused, self.chat = packs, fused, chat
         self.version = next(_VERSIONS)
+        self.module = PolicyModule(self.model, packs, fused)
         self.cache_argument = _cache_argument(model)
-        self._head_is_plain = _head_is_plain(model)
 
     @classmethod
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
-        is no model."""
+        """A model folder written by `save` or by transformers; code in it is never run. An adapter's folder makes the
+        base that it names with the adapter on it. Raises ConfigError where there is no model, none that can do what
+        the configuration asks of it, or not the adapter's base."""
+        if is_adapter(path):
+            return cls._load_base(Path(path), config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
             raise ConfigError(
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
             )
+        check_attention_device(config)
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
+            check_attention_caps(AutoConfig.from_pretrained(str(path), **options), config.attention)
             tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
             model = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=getattr(torch, config.dtype), attn_implementation=config.attention, **options
             )
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
-        return cls(model.to(config.device), tokenizer, config.packs)
+            raise ConfigError(
+                f"no causal LM that transformers can load is at {str(path)!r} (with"
+                f" policy.attention={config.attention!r}): {error}"
+            ) from error
+        check_loaded(model, tokenizer, config)
+        if config.gradient_checkpointing:
+            recompute_layers(model)
+        return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off")
+
+    @classmethod
+    def _load_base(cls, adapter: Path, config: PolicyConfig) -> Policy:
+        try:
+            return cls.load(base_path(adapter), config)
+        except ConfigError as error:
+            raise ConfigError(f"the base of the LoRA adapter in {adapter} cannot be loaded: {error}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors)."""
-        self.model.save_pretrained(str(path), safe_serialization=True)
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
+        adapter only the adapter, as peft writes it."""
+        if has_adapter(self.model):
+            save_adapter(self.model, Path(path))
+        else:
+            self.model.save_pretrained(str(path), safe_serialization=True)
+        self.tokenizer.save_pretrained(str(path))
+
+    def save_whole(self, path: str | Path) -> None:
+        """As `save`, but an adapter is merged into its base, which needs no peft to be loaded."""
+        self.model.save_pretrained(str(path), state_dict=merged_weights(self.model), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
 
     def copy(self) -> Policy:
-        """A policy with weights of its own; the tokenizer is shared."""
-        return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs)
+        """A policy with trained weights of its own; a frozen base and the tokenizer are shared."""
+        return self._with(copy_module(self.model))
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Policy:
+        """A fresh LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError for
+        targets that the model does not have."""
+        model = frozen_view(self.model)
+        add_adapter(model, settings, seed)
+        return self._with(model)
+
+    def with_adapter_of(self, path: str | Path) -> Policy:
+        """A saved LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError where
+        this is not the adapter's base."""
+        model = frozen_view(self.model)
+        load_adapter(model, Path(path))
+        return self._with(model)
+
+    def _with(self, model: PreTrainedModel) -> Policy:
+        """A policy like this one, with another model."""
+        return Policy(model, self.tokenizer, self.packs, self.fused, self.chat)
 
     def weights_changed(self) -> None:
         """To be called after the weights have changed: no other weights in this process have the new `version`, so that
@@ -93,9 +153,13 @@ class Policy:
             return ()
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
+    @property
+    def _has_template(self) -> bool:
+        return self.chat and self.tokenizer.chat_template is not None
+
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
-        if self.tokenizer.chat_template is None:
+        if not self._has_template:
             return self._ids(prompts, prompts, add_special_tokens=True)
         return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
 
@@ -105,7 +169,7 @@ class Policy:
 
         Raises ConfigError where what follows a response cannot be told from the template.
         """
-        if self.tokenizer.chat_template is None:
+        if not self._has_template:
             return self._ids(replies, replies)
         texts = []
         for reply in replies:
@@ -154,59 +218,23 @@ class Policy:
         texts = dict(zip(distinct, decoded, strict=True))
         return [texts[row.tobytes()] for row in responses]
 
-    def logits_and_hidden(self, batch: Batch, with_hidden: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logits_and_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits [N, V] that predict the response tokens, and the last hidden states [N, H] they are made of.
 
         Only the asked-for positions go through the model's head.
         """
-        if self._head_is_plain:
-            hidden = run_body(self.model.base_model, batch, self.packs)
-            return self.model.get_output_embeddings()(hidden), hidden
-        inputs, positions = _forward_inputs(batch, self.packs)
-        output = self.model(**inputs, use_cache=False, output_hidden_states=with_hidden)
-        last = output.hidden_states[-1].flatten(0, 1)[positions] if with_hidden else None
-        return output.logits.flatten(0, 1)[positions], last
+        return cast(
+            tuple[Tensor, Tensor | None],
+            self.module(batch, lambda predictions: (predictions.logits(), predictions.hidden), with_hidden=True),
+        )
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states [N, H] at the positions that predict the response tokens."""
+        return cast(Tensor, self.module(batch, lambda predictions: predictions.hidden, with_hidden=True))
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the response tokens, float32 [N] each, with a graph where grad is enabled."""
-        return self.logprobs_and_hidden(batch, temperature)[:2]
-
-    def logprobs_and_hidden(
-        self, batch: Batch, temperature: float, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs and entropies as by `logprobs`, and the hidden states [N, H] that a shared critic reads."""
-        logits, hidden = self.logits_and_hidden(batch, with_hidden)
-        logp, entropy = cast(
-            tuple[Tensor, Tensor],
-            token_logprobs(logits, batch.targets, temperature=temperature, with_entropy=True),
-        )
-        return logp, entropy, hidden
-
-
-def run_body(body: nn.Module, batch: Batch, packs: bool) -> Tensor:
-    """A model's body over a batch: last hidden states [N, H] at the positions that predict the response tokens."""
-    inputs, positions = _forward_inputs(batch, packs)
-    hidden = body(**inputs, use_cache=False).last_hidden_state
-    return cast(Tensor, hidden.flatten(0, 1).index_select(0, positions))
-
-
-def _forward_inputs(batch: Batch, packs: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model is given of a batch, and the flat positions [N] of its output that predict the response tokens.
-
-    Distinct rows run once: members of a group often are in the same situation and do the same (half the rows of a
-    trained household agent). Packed, they stand end to end with positions that begin anew, which is how transformers
-    knows that they must not see each other.
-    """
-    distinct, row_of = torch.unique(batch.input_ids, dim=0, return_inverse=True)
-    rows, width = row_of[batch.token_row], distinct.shape[1]
-    if not packs:
-        return {"input_ids": distinct}, rows * width + batch.token_column
-    lengths = batch.row_lengths.new_zeros(len(distinct)).scatter_reduce_(0, row_of, batch.row_lengths, "amax")
-    columns = torch.arange(width, device=distinct.device).expand_as(distinct)
-    real = columns < lengths[:, None]
-    starts = torch.cumsum(lengths, 0) - lengths
-    inputs = {"input_ids": distinct[real].unsqueeze(0), "position_ids": columns[real].unsqueeze(0)}
-    return inputs, starts[rows] + batch.token_column
+        return cast(tuple[Tensor, Tensor], self.module(batch, lambda predictions: predictions.logprobs(temperature)))
 
 
 @torch.no_grad()
@@ -223,18 +251,3 @@ def _cache_argument(model: nn.Module) -> str:
     """The name under which the model's forward takes a KV cache; transformers renamed it."""
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
-
-
-@torch.inference_mode()
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just the output embeddings of the last hidden state: some models scale or cap them.
-
-    Bit for bit, because a cap changes small logits by little; a wrong "no" only costs time.
-    """
-    head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
-        return False
-    probe = torch.arange(8, device=model.device).unsqueeze(0)
-    hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-    expected = model(input_ids=probe, use_cache=False).logits
-    return torch.equal(head(hidden).float(), expected.float())

@@ -22,10 +22,11 @@ from .layouts import make_layout
 from .metrics import trajectory_metrics, zero_advantages
 from .mismatch import check_mismatch
 from .models import Policy
+from .observer import Observer
 from .progress import episode_bar
 from .randomness import RandomStreams
 from .replay import ReplayBuffer
-from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
+from .rewards import NonFiniteError, RewardFunction, outcome_reward, relabel, training_rewards
 from .rollout import rollout
 from .storage import StorageError
 from .timing import PhaseTimer
@@ -44,6 +45,8 @@ class Trainer:
         agent: agent A, at the start policy.
         reference: the frozen base that a KL term pulls towards; needed where `config.loss.kl_coef > 0`.
         tracker: takes the records.
+        observer: is told of them and may ask for evaluations, checkpoints and the end.
+        dense_reward: what `config.rewards.dense` names, where that cannot be imported.
         backend: generates the responses.
     """
 
@@ -55,6 +58,8 @@ class Trainer:
         agent: Agent,
         reference: Policy | None,
         tracker: Tracker,
+        observer: Observer | None = None,
+        dense_reward: RewardFunction | None = None,
         backend: Backend = LOCAL,
     ) -> None:
         self.config = config
@@ -63,16 +68,19 @@ class Trainer:
         self.agent = agent
         self.reference = reference
         self.backend = backend
+        self.observer = observer or Observer()
+        tracker.listeners.append(self.observer.on_record)
         self.random = RandomStreams(config.run.seed, agent.policy.device)
         self.timer = PhaseTimer()
         self.books = Bookkeeper(config, env, tracker, self.timer, backend)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
-        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise)
+        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
     def train(self) -> None:
-        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way.
+        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way, or until the observer
+        wants the end, which comes after a loop and with a checkpoint.
 
         Raises NonFiniteError after agent A, as it was, has been saved as `checkpoints/failed`: to be looked at, and
         never gone on from. Raises StorageError where something could not be written.
@@ -80,7 +88,7 @@ class Trainer:
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
-            while self.books.step < self.config.run.steps:  # 3: for each loop of RSPO do
+            while self.books.step < self.config.run.steps and not self.observer.wants_stop():  # 3: for each loop do
                 self._loop()
                 self._save_if_due()
         except NonFiniteError as error:
@@ -94,7 +102,8 @@ class Trainer:
         """One loop of Algorithm 1; without RSPO, one update."""
         swap = self.config.swap
         if self.config.replay_size(self.alpha) > 0 and swap.source != "history":
-            self._train_b_and_collect()
+            with self.agent.branched() as agent_b:  # 5: set π_dense = π_θ
+                self._train_b_and_collect(agent_b)
 
         history: list[list[Trajectory]] = []
         updates = min(swap.k if self.swaps else 1, self.config.run.steps - self.books.step)
@@ -106,11 +115,10 @@ class Trainer:
             for trajectories in history:  # the ablation RSPO_H: the next loop replays A's own trajectories
                 self.buffer.add(trajectories)
 
-    def _train_b_and_collect(self) -> None:
-        """Lines 4 to 11: agent B learns from dense rewards, then fills the buffer."""
+    def _train_b_and_collect(self, agent_b: Agent) -> None:
+        """Lines 6 to 11: agent B learns from dense rewards, then fills the buffer."""
         swap = self.config.swap
         tasks = self.config.on_policy_tasks(self.alpha)
-        agent_b = self.agent.branch(swap.fresh_optimizer)  # 5: set π_dense = π_θ
         for _ in range(swap.k):  # 6
             trajectories = self._rollout(agent_b, tasks)  # 7: sample (1 - α)·B tasks, generate with π_dense
             relabel(trajectories, self.reward_b)  # 8: compute dense rewards
@@ -126,6 +134,7 @@ class Trainer:
 
     def _update_a(self) -> list[Trajectory]:
         """Lines 14 to 17: one update of agent A. Returns its on-policy trajectories."""
+        self.observer.on_step_begin()
         alpha = self.alpha
         on_policy = self._rollout(self.agent, self.config.on_policy_tasks(alpha))  # 14: D_on
         relabel(on_policy, self.reward_a)
@@ -138,7 +147,7 @@ class Trainer:
             stats["replay/success"] = trajectory_metrics(replayed)["success"]
         self.books.step += 1
         self.books.record("update", on_policy, stats)
-        if self._due(self.config.evaluation.every):
+        if self._due(self.config.evaluation.every) or self.observer.wants_evaluation():
             self.books.evaluate(self.agent.policy)
         return on_policy
 
@@ -198,13 +207,15 @@ class Trainer:
         folder, every, step = self.folder / "checkpoints", self.config.run.save_every, self.books.step
         saved = list_checkpoints(folder)
         latest = int(saved[-1].name.split("-")[1]) if saved else 0
-        if step == self.config.run.steps or (every > 0 and step // every > latest // every):
+        due = step == self.config.run.steps or (every > 0 and step // every > latest // every)
+        if due or self.observer.wants_checkpoint() or self.observer.wants_stop():
             self._save(checkpoint_path(folder, step))
             prune_checkpoints(folder, self.config.run.keep)
+            self.observer.on_save(checkpoint_path(folder, step))
 
     def _save(self, path: Path) -> None:
         self.books.tracker.sync()
-        state = {**self.books.state(), "random": self.random.state()}
+        state = {**self.books.state(), "random": self.random.state(), "observer": self.observer.checkpoint_state()}
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
     def close(self) -> None:
@@ -217,5 +228,6 @@ class Trainer:
         self.agent = checkpoint.agent
         self.books.load_state(checkpoint.state)
         self.random.load_state(checkpoint.state["random"])
+        self.observer.load_checkpoint_state(checkpoint.state.get("observer", {}))
         if checkpoint.buffer:
             self.buffer.add(checkpoint.buffer)

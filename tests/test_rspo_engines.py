@@ -571,11 +571,13 @@ def test_log_probs_that_are_not_numbers_stop() -> None:
         check_mismatch([trajectory], EngineConfig(mismatch_limit=10.0))
 
 
-def test_importance_weights_in_the_loss_and_gradient() -> None:
+@pytest.mark.parametrize("fused", ["on", "off"])
+def test_importance_weights_in_the_loss_and_gradient(fused: str) -> None:
     """Against the formula in float64: Σ min(exp(d), cap)·loss_t / N, on-policy and replayed tokens alike."""
     flags = ("rollout.rescore=on", "engine.importance_cap=1.1", "loss.center_cap=null", "swap.mixture=pooled")
     config = small_config(*flags)
-    agent = Agent(small_policy(), config)
+    fresh = small_policy()
+    agent = Agent(Policy(fresh.model, fresh.tokenizer, fused=fused), config)
     trajectories = [make_trajectory(g, i, advantage=(-1.0) ** i * (1 + g)) for g in range(2) for i in range(2)]
     trajectories[-1].source = "replay"
     rescore(agent.policy, trajectories, config)
@@ -587,24 +589,24 @@ def test_importance_weights_in_the_loss_and_gradient() -> None:
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
     batch = prepare(agent, Batch.from_trajectories(trajectories), trajectories, config, None)
     mixture = Mixture.of(batch, config.loss, 0.25, pooled=True)
-    logp, entropy = agent.policy.logprobs(batch, 1.0)
-    loss, _ = mixture.loss(batch, logp, entropy, config.loss)
-    (gradient,) = torch.autograd.grad(loss, logp)
+    loss = agent.policy.module(batch, lambda predictions: mixture.loss(predictions, 1.0, config.loss)[0])
+    parameters = list(agent.policy.model.parameters())
+    gradients = torch.autograd.grad(loss, parameters)
 
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     gap = np.concatenate([turn.behavior_logp.astype(np.float64) - turn.engine_logp for turn in turns])
     weight = torch.from_numpy(np.minimum(np.exp(gap), 1.1))
     assert (weight == 1.1).any()
     assert (weight < 1.0).any()
-    current = logp.detach().double().requires_grad_()
+    current = agent.policy.logprobs(batch, 1.0)[0].double()
     ratio = torch.exp(current - batch.behavior_logp.double())
     center = torch.exp(batch.old_logp.double() - batch.behavior_logp.double())
     advantages = batch.advantages.double()
     clipped = torch.maximum(torch.minimum(ratio, center + config.loss.clip_high), center - config.loss.clip_low)
     expected = -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum() / len(weight)
-    (expected_gradient,) = torch.autograd.grad(expected, current)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-4, atol=1e-7)
+    for gradient, exact in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-4, atol=1e-5)
     part = batch.select(torch.tensor([1, 4]))
     assert part.weights is not None
     np.testing.assert_allclose(part.weights, weight[torch.isin(batch.token_row, torch.tensor([1, 4]))], rtol=1e-6)

@@ -29,7 +29,7 @@ def written(policy: Policy, folder: Path | None) -> Iterator[Path]:
     with TemporaryDirectory(prefix="weights-", dir=folder) as place:
         path = Path(place).resolve()
         path.chmod(0o755)  # the server may run as someone else
-        policy.save(path)
+        policy.save_whole(path)
         yield path
 
 
