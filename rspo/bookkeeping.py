@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import Config
+from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .evaluate import evaluate
 from .metrics import identical_states, trajectory_metrics
+from .mismatch import engine_mismatch
 from .models import Policy
 from .timing import PhaseTimer
 from .tracking import Tracker
@@ -25,11 +27,14 @@ class Bookkeeper:
     off by lost workers since the last record.
     """
 
-    def __init__(self, config: Config, env: BatchedEnv, tracker: Tracker, timer: PhaseTimer) -> None:
+    def __init__(
+        self, config: Config, env: BatchedEnv, tracker: Tracker, timer: PhaseTimer, backend: Backend = LOCAL
+    ) -> None:
         self.config = config
         self.env = env
         self.tracker = tracker
         self.timer = timer
+        self.backend = backend
         self.step = 0
         self.trajectories = 0
         self.tokens = 0
@@ -48,7 +53,8 @@ class Bookkeeper:
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
         self.seconds += elapsed
-        values = {**trajectory_metrics(trajectories), **identical_states(trajectories), **stats}
+        found = {**trajectory_metrics(trajectories), **identical_states(trajectories), **engine_mismatch(trajectories)}
+        values = {**found, **stats}
         values["lost_episodes"], self.lost_episodes = self.lost_episodes, 0
         phases = {**self.timer.take(), "seconds/total": elapsed}
         self.tracker.record(kind, self.step, {**values, **phases, **self.cost()})
@@ -60,7 +66,7 @@ class Bookkeeper:
 
     def evaluate(self, policy: Policy) -> dict[str, float]:
         """Evaluate on held-out episodes and write some out; its time and samples are not part of the cost."""
-        evaluation = evaluate(policy, self.env, self.config, progress=self.tracker.progress)
+        evaluation = evaluate(policy, self.env, self.config, progress=self.tracker.progress, backend=self.backend)
         values = evaluation.metrics()
         settings = self.config.evaluation
         played = sum(len(trajectories) for trajectories in evaluation.episodes.values())

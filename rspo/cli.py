@@ -17,7 +17,7 @@ from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset, preset_name
 from .dry_run import dry_run
-from .engines import expert_of
+from .engines import LOCAL, EngineError, expert_of, open_backend
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
 from .envs.webshop import commands as webshop_commands
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
-    except (NonFiniteError, WorkerError) as error:
+    except (NonFiniteError, WorkerError, EngineError) as error:
         print(f"rspo: training stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as stop:
@@ -315,8 +315,8 @@ def _train(parsed: argparse.Namespace) -> None:
         raise Interrupted(stop.signal_number, how_to_go_on(folder)) from None
     except StorageError as error:
         raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
-    except WorkerError as error:
-        raise WorkerError(f"{error}; {how_to_go_on(folder)}") from error
+    except (WorkerError, EngineError) as error:
+        raise type(error)(f"{error}; {how_to_go_on(folder)}") from error
 
     from .plotting import plot_runs
 
@@ -351,9 +351,9 @@ def _eval(parsed: argparse.Namespace) -> None:
     model, config = _trained_model(parsed)
     set_threads(config)
     policy = Policy.load(model, config.policy)
-    with closing(build_env(config)) as env:
+    with closing(open_backend(config)) as backend, closing(build_env(config)) as env:
         check_split(env, config)
-        evaluation = evaluate(policy, env, config, progress=True)
+        evaluation = evaluate(policy, env, config, progress=True, backend=backend)
     print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
 
 
@@ -367,29 +367,29 @@ def _collect(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--expert must be a probability in [0, 1], got {parsed.expert}")
     config = _settings(parsed, load_config(stored) if stored is not None else None)
     set_threads(config)
-    env = build_env(config)
-    if parsed.run is not None:
-        policy = trained_policy(parsed.run, config)
-    elif config.policy.path is not None:
-        policy = Policy.load(config.policy.path, config.policy)
-    else:
-        expert_of(env, NO_EXPERT)
-        policy = fresh_policy(env, config)
-    try:
-        summary = collect(
-            env,
-            policy,
-            config,
-            parsed.out,
-            parsed.trajectories,
-            expert_rate=parsed.expert,
-            resume=parsed.resume,
-            progress=not parsed.quiet,
-        )
-    except Interrupted as stop:
-        raise Interrupted(stop.signal_number, f"--resume goes on after what {parsed.out} holds") from None
-    finally:
-        env.close()
+    backend = LOCAL if parsed.expert is not None else open_backend(config)
+    with closing(backend), closing(build_env(config)) as env:
+        if parsed.run is not None:
+            policy = trained_policy(parsed.run, config)
+        elif config.policy.path is not None:
+            policy = Policy.load(config.policy.path, config.policy)
+        else:
+            expert_of(env, NO_EXPERT)
+            policy = fresh_policy(env, config)
+        try:
+            summary = collect(
+                env,
+                policy,
+                config,
+                parsed.out,
+                parsed.trajectories,
+                expert_rate=parsed.expert,
+                resume=parsed.resume,
+                progress=not parsed.quiet,
+                backend=backend,
+            )
+        except Interrupted as stop:
+            raise Interrupted(stop.signal_number, f"--resume goes on after what {parsed.out} holds") from None
     print(f"{parsed.out / TRAJECTORIES_FILE}: {_listed(summary)}")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from .config import Config, ConfigError
-from .engines import Engine, ScriptedEngine, TransformersEngine, expert_of
+from .engines import LOCAL, Backend, Engine, ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
 from .layouts import make_layout
 from .models import Policy
@@ -34,6 +35,7 @@ def collect(
     expert_rate: float | None = None,
     resume: bool = False,
     progress: bool = True,
+    backend: Backend = LOCAL,
 ) -> dict[str, float]:
     """Play random training tasks until `folder/trajectories.jsonl` holds `count` trajectories; a summary of the file.
 
@@ -43,6 +45,7 @@ def collect(
 
     policy: acts at the rollout temperature; with an `expert_rate` the environment's expert acts instead (its step with
         that probability, else a random one), and the policy's tokenizer makes the ids.
+    backend: generates the policy's responses.
 
     Raises ConfigError where the file is there and `resume` is not given, or the environment has no expert.
     """
@@ -61,7 +64,7 @@ def collect(
     size = config.rollout.tasks * config.rollout.group_size
     with tqdm(total=count, initial=summary.count, desc="collecting", unit="episode", disable=not progress) as bar:
         while (done := summary.count) < count:
-            played = _play(env, policy, config, done, min(size, count - done), expert_rate)
+            played = _play(env, policy, config, done, min(size, count - done), expert_rate, backend)
             with writing(path), open(path, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in played))
                 file.flush()
@@ -74,22 +77,29 @@ def collect(
 
 
 def _play(
-    env: BatchedEnv, policy: Policy, config: Config, first: int, count: int, expert_rate: float | None
+    env: BatchedEnv,
+    policy: Policy,
+    config: Config,
+    first: int,
+    count: int,
+    expert_rate: float | None,
+    backend: Backend,
 ) -> list[Trajectory]:
     """`count` trajectories, of groups `first` and on."""
     rng = named_generator(config.run.seed, f"collect {first}")
-    engine: Engine
+    acting: AbstractContextManager[Engine]
     if expert_rate is not None:
-        engine = ScriptedEngine(expert_of(env, NO_EXPERT), policy, config.rollout, expert_rate, rng)
+        acting = nullcontext(ScriptedEngine(expert_of(env, NO_EXPERT), policy, config.rollout, expert_rate, rng))
     else:
         generator = torch.Generator(policy.device)
         generator.manual_seed(named_seed(config.run.seed, f"collect {first} sampling"))
-        engine = TransformersEngine(policy, config.rollout, generator)
+        acting = backend.engine(policy, config.rollout, generator)
     tasks = env.tasks("train")
     chosen = [tasks[i] for i in rng.integers(len(tasks), size=count)]
     seeds = rng.integers(2**31, size=count).tolist()
-    layout = make_layout(config.env.layout, policy, env)
-    trajectories = rollout(env, engine, layout, chosen, seeds, group_size=1, history_length=config.env.history_length)
+    layout, history_length = make_layout(config.env.layout, policy, env), config.env.history_length
+    with acting as engine:
+        trajectories = rollout(env, engine, layout, chosen, seeds, group_size=1, history_length=history_length)
     kept = intact(trajectories)
     for number, trajectory in enumerate(kept, start=first):
         trajectory.group = number

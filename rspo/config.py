@@ -19,6 +19,7 @@ from .sections import (
     AdapterConfig,
     ConfigError,
     CriticConfig,
+    EngineConfig,
     EnvConfig,
     EstimatorConfig,
     EvaluationConfig,
@@ -47,6 +48,7 @@ class Config:
     lora: AdapterConfig = field(default_factory=AdapterConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rewards: RewardConfig = field(default_factory=RewardConfig)
@@ -76,6 +78,7 @@ class Config:
             )
         if self.loss.aggregation == "seq-mean-token-sum-norm" and self.loss.horizon is None:
             raise ConfigError(f"loss.horizon must be given with loss.aggregation={self.loss.aggregation!r}, got None")
+        self._check_engine()
         self._check_copies()
         if self.method == "rspo":
             self._check_swap()
@@ -90,6 +93,18 @@ class Config:
         """The method as the paper writes it, e.g. "RSPO+GRPO"."""
         name = {"gigpo": "GiGPO"}.get(self.estimator_name, self.estimator_name.rpartition(":")[2].upper())
         return f"RSPO+{name}" if self.method == "rspo" else name
+
+    def _check_engine(self) -> None:
+        if self.engine.name != "transformers" and self.rollout.rescore == "off":
+            raise ConfigError(
+                f"rollout.rescore must not be 'off' with engine.name={self.engine.name!r}: its log-probs are not the"
+                " training model's"
+            )
+        if self.engine.importance_cap is not None and not self.rescores:
+            raise ConfigError(
+                f"engine.importance_cap={self.engine.importance_cap} needs log-probs of the training model beside the"
+                f" engine's: rollout.rescore must be 'on', got {self.rollout.rescore!r}"
+            )
 
     @property
     def adapts_both(self) -> bool:
@@ -120,7 +135,8 @@ class Config:
     @property
     def rescores(self) -> bool:
         """Whether log-probs of responses are taken from training forward passes."""
-        return self.rollout.rescore == "on" or (self.rollout.rescore == "auto" and self.policy.dtype != "float32")
+        differ = self.policy.dtype != "float32" or self.engine.name != "transformers"
+        return self.rollout.rescore == "on" or (self.rollout.rescore == "auto" and differ)
 
     def on_policy_tasks(self, alpha: float) -> int:
         """Tasks that are rolled out for one update when a share alpha is replayed: (1 - α)·B."""
@@ -214,6 +230,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "CriticConfig",
+    "EngineConfig",
     "EnvConfig",
     "EstimatorConfig",
     "EvaluationConfig",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .config import Config
-from .engines import TransformersEngine
+from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .layouts import make_layout
 from .metrics import SuccessRate, identical_states, success_by_type, trajectory_metrics
@@ -128,27 +128,30 @@ def play(
     episodes: int,
     temperature: float,
     on_turn: Callable[[int, int], None] | None = None,
+    backend: Backend = LOCAL,
 ) -> list[Trajectory]:
     """`episodes` episodes over the tasks of a split in turn, one each. The same episodes at every call, less those that
     were lost with their environment's worker."""
     tasks = env.tasks(split)
     generator = torch.Generator(policy.device)
     generator.manual_seed(named_seed(config.run.seed, "evaluation"))
-    engine = TransformersEngine(policy, config.rollout, generator, temperature)
-    trajectories = rollout(
-        env,
-        engine,
-        make_layout(config.env.layout, policy, env),
-        [tasks[i % len(tasks)] for i in range(episodes)],
-        range(EVALUATION_SEED, EVALUATION_SEED + episodes),
-        group_size=1,
-        history_length=config.env.history_length,
-        on_turn=on_turn,
-    )
+    with backend.engine(policy, config.rollout, generator, temperature) as engine:
+        trajectories = rollout(
+            env,
+            engine,
+            make_layout(config.env.layout, policy, env),
+            [tasks[i % len(tasks)] for i in range(episodes)],
+            range(EVALUATION_SEED, EVALUATION_SEED + episodes),
+            group_size=1,
+            history_length=config.env.history_length,
+            on_turn=on_turn,
+        )
     return intact(trajectories)
 
 
-def evaluate(policy: Policy, env: BatchedEnv, config: Config, *, progress: bool = False) -> Evaluation:
+def evaluate(
+    policy: Policy, env: BatchedEnv, config: Config, *, progress: bool = False, backend: Backend = LOCAL
+) -> Evaluation:
     """Play the held-out episodes that the configuration asks for, at each of its temperatures."""
     settings = config.evaluation
     played: dict[float, list[Trajectory]] = {}
@@ -162,5 +165,6 @@ def evaluate(policy: Policy, env: BatchedEnv, config: Config, *, progress: bool 
                 episodes=settings.episodes,
                 temperature=temperature,
                 on_turn=on_turn,
+                backend=backend,
             )
     return Evaluation(settings.split, played)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +21,7 @@ from .model_checks import check_attention_caps, check_attention_device, check_lo
 from .policy_module import PolicyModule
 from .sharing import copy_module, frozen_view
 
+_VERSIONS = itertools.count()
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
 
@@ -48,6 +50,7 @@ class Policy:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.packs, self.fused, self.chat = packs, fused, chat
+        self.version = next(_VERSIONS)
         self.module = PolicyModule(self.model, packs, fused)
         self.cache_argument = _cache_argument(model)
 
@@ -124,6 +127,11 @@ class Policy:
     def _with(self, model: PreTrainedModel) -> Policy:
         """A policy like this one, with another model."""
         return Policy(model, self.tokenizer, self.packs, self.fused, self.chat)
+
+    def weights_changed(self) -> None:
+        """To be called after the weights have changed: no other weights in this process have the new `version`, so that
+        engines see whether they hold these."""
+        self.version = next(_VERSIONS)
 
     @property
     def device(self) -> torch.device:

@@ -64,6 +64,7 @@ class Predictions(ABC):
         """What any loss is given of the batch besides its advantages."""
         return {
             "mask": mask,
+            "weights": self.batch.weights,
             "normalizer": normalizer,
             "old_logp": self.batch.old_logp,
             "behavior_logp": self.batch.behavior_logp,

@@ -135,6 +135,7 @@ def rollout(
                         is_action_valid=bool(well_formed and info["is_action_valid"]),
                         message=message,
                         response=generation.text,
+                        engine_logp=generation.engine_logp,
                     )
                 )
                 # Plain values: an environment may say them in numpy's types, which JSON does not know.

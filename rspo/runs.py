@@ -15,6 +15,7 @@ from .agent import Agent
 from .checkpoint import Checkpoint, drop_newer_checkpoints, list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
+from .engines import open_backend
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
@@ -33,7 +34,10 @@ from .warmup import warm_up
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
     "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
-    "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate",
+    "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate", "engine.name", "engine.server", "engine.url",
+    "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries", "engine.concurrency",
+    "engine.push_weights", "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep",
+    "engine.mismatch_limit",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -140,6 +144,7 @@ def open_run(
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
     reporters = find_reporters(config.run.report_to)
+    backend = open_backend(config, folder)
     if config.lora.rank > 0:
         require_peft(f"lora.rank={config.lora.rank}")
     prepare_folder(folder)
@@ -160,7 +165,7 @@ def open_run(
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
-    trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward)
+    trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer

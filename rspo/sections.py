@@ -26,6 +26,10 @@ ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COPIES = ("device", "offload", "adapter")
 DTYPES = ("float32", "bfloat16", "float16")
 REPORTERS = ("tensorboard", "wandb", "trackio")
+ENGINES = ("transformers", "vllm", "openai")
+SERVERS = ("vllm", "llama.cpp", "completions", "transformers", "chat")
+SERVERS_WITH_LOGP = ("vllm", "llama.cpp")
+PUSHES = ("off", "vllm", "sglang")
 
 
 class ConfigError(ValueError):
@@ -194,13 +198,89 @@ class RolloutConfig:
     """Sequences that the model generates at once."""
     rescore: str = "auto"
     """Take the log-probs of responses from a training forward pass instead of from generation: "on", "off", or "auto":
-    where the policy is not float32, whose rounding makes the two differ, so that ratios would not begin at 1."""
+    where the policy is not float32, whose rounding makes the two differ, so that ratios would not begin at 1. Engines
+    other than "transformers" always have it on."""
 
     def __post_init__(self) -> None:
         for name in ("tasks", "group_size", "max_prompt_tokens", "max_response_tokens", "max_batch"):
             at_least(f"rollout.{name}", getattr(self, name), 1)
         positive("rollout.temperature", self.temperature)
         one_of("rollout.rescore", self.rescore, SWITCHES)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Who generates the responses (docs/engines.md). Log-probs for training always come from the training model."""
+
+    name: str = "transformers"
+    """"transformers": the training model itself; "vllm": vLLM in this process; "openai": an OpenAI-compatible
+    server."""
+    server: str = "vllm"
+    """What the server of "openai" understands: "vllm" and "llama.cpp" take and give token ids, with log-probs;
+    "completions" takes token ids and gives text; "transformers" (`transformers serve`) takes and gives text; "chat" has
+    chat completions only."""
+    url: str | None = None
+    """Of the server's API, e.g. "http://localhost:8000/v1"."""
+    model: str | None = None
+    """Name that the server knows the model by. None: the one it serves."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the server's key; the key itself is in no configuration."""
+    timeout: float = 600.0
+    """Seconds after which a request has failed."""
+    retries: int = 3
+    """Further tries of a request that got no answer, or 408, 409, 429 or 5xx for one; the pause doubles from 0.5 s up
+    to 8 s."""
+    concurrency: int = 64
+    """Requests under way at once."""
+    push_weights: str = "off"
+    """How the server gets the weights of the agent that acts: "vllm" and "sglang" make that server read them from a
+    folder. Needed for training with "openai"; "vllm" in process always gets them."""
+    push_folder: str | None = None
+    """Where the weights are written for the engine to read, so that the server must see it under the same path; None:
+    a folder of the run."""
+    tensor_parallel: int = 1
+    """GPUs of vLLM in process."""
+    gpu_memory: float = 0.5
+    """Share of a GPU's memory that vLLM in process may take."""
+    sleep: bool = True
+    """vLLM in process gives its GPU memory back between rollouts, its weights to the CPU's."""
+    mismatch_limit: float | None = None
+    """Mean |Δ log-prob| (nats/token) between engine and training model in a rollout above which the run stops; None: it
+    only warns, above 0.1."""
+    importance_cap: float | None = None
+    """Truncated importance sampling: a token's loss is weighted by min(π_train/π_engine, cap) at the time of the
+    rollout. None: not weighted. Needs log-probs of the engine."""
+
+    def __post_init__(self) -> None:
+        one_of("engine.name", self.name, ENGINES)
+        one_of("engine.server", self.server, SERVERS)
+        one_of("engine.push_weights", self.push_weights, PUSHES)
+        if (self.url is None) == (self.name == "openai"):
+            raise ConfigError(
+                f"engine.url must be given with engine.name='openai' and with no other, got {self.url!r} with"
+                f" {self.name!r}"
+            )
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"engine.url must begin with http:// or https://, got {self.url!r}")
+        if self.push_weights != "off" and self.name != "openai":
+            raise ConfigError(
+                f"engine.push_weights must be 'off' without a server (engine.name='openai'), got {self.push_weights!r}"
+                f" with {self.name!r}"
+            )
+        positive("engine.timeout", self.timeout)
+        at_least("engine.retries", self.retries, 0)
+        at_least("engine.concurrency", self.concurrency, 1)
+        at_least("engine.tensor_parallel", self.tensor_parallel, 1)
+        positive("engine.gpu_memory", self.gpu_memory)
+        fraction("engine.gpu_memory", self.gpu_memory)
+        for name in ("mismatch_limit", "importance_cap"):
+            if getattr(self, name) is not None:
+                positive(f"engine.{name}", getattr(self, name))
+        if self.importance_cap is not None and self.name == "openai" and self.server not in SERVERS_WITH_LOGP:
+            raise ConfigError(
+                f"engine.importance_cap needs log-probs of the engine, which engine.server={self.server!r} does not"
+                f" give; {' and '.join(map(repr, SERVERS_WITH_LOGP))} do"
+            )
 
 
 @dataclass(frozen=True)

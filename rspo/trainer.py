@@ -7,6 +7,7 @@ and eq. 1, `bookkeeping` what is reported, `rspo_kernels` the loss.
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from .agent import Agent
@@ -14,11 +15,12 @@ from .batch import Batch
 from .bookkeeping import Bookkeeper
 from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
 from .config import Config
-from .engines import TransformersEngine
+from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .estimators import make_estimator
 from .layouts import make_layout
 from .metrics import trajectory_metrics, zero_advantages
+from .mismatch import check_mismatch
 from .models import Policy
 from .observer import Observer
 from .progress import episode_bar
@@ -45,6 +47,7 @@ class Trainer:
         tracker: takes the records.
         observer: is told of them and may ask for evaluations, checkpoints and the end.
         dense_reward: what `config.rewards.dense` names, where that cannot be imported.
+        backend: generates the responses.
     """
 
     def __init__(
@@ -57,17 +60,19 @@ class Trainer:
         tracker: Tracker,
         observer: Observer | None = None,
         dense_reward: RewardFunction | None = None,
+        backend: Backend = LOCAL,
     ) -> None:
         self.config = config
         self.folder = folder
         self.env = env
         self.agent = agent
         self.reference = reference
+        self.backend = backend
         self.observer = observer or Observer()
         tracker.listeners.append(self.observer.on_record)
         self.random = RandomStreams(config.run.seed, agent.policy.device)
         self.timer = PhaseTimer()
-        self.books = Bookkeeper(config, env, tracker, self.timer)
+        self.books = Bookkeeper(config, env, tracker, self.timer, backend)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
@@ -156,10 +161,14 @@ class Trainer:
         tasks = self.env.tasks("train")
         chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
         seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
-        with episode_bar("playing", num_tasks * self.config.rollout.group_size, self.books.tracker.progress) as on_turn:
+        episodes = num_tasks * self.config.rollout.group_size
+        with (
+            self.backend.engine(agent.policy, self.config.rollout, self.random.sampling) as engine,
+            episode_bar("playing", episodes, self.books.tracker.progress) as on_turn,
+        ):
             trajectories = rollout(
                 self.env,
-                TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
+                engine,
                 make_layout(self.config.env.layout, agent.policy, self.env),
                 [tasks[i] for i in chosen],
                 seeds,
@@ -173,6 +182,7 @@ class Trainer:
         if self.config.rescores:
             with self.timer("logprobs"):
                 rescore(agent.policy, trajectories, self.config)
+            check_mismatch(trajectories, self.config.engine)
         return trajectories
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
@@ -209,11 +219,9 @@ class Trainer:
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
     def close(self) -> None:
-        """Close the records and the environment."""
-        try:
+        """Close the records, the environment and what generates."""
+        with closing(self.backend), closing(self.env):
             self.books.tracker.close()
-        finally:
-            self.env.close()
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint."""

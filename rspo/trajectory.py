@@ -29,6 +29,8 @@ class Turn:
     message: what a conversation says to the model at this turn: the task's opening at the first, then the reply to the
         turn before. Recorded in either layout, so that any model can read the episode as a conversation.
     response: the response's text, without special tokens.
+    engine_logp: float32 [T], log-probs of the response as an engine that is not the training model said them; None
+        where there is no such engine, or it does not know.
     """
 
     prompt_ids: np.ndarray
@@ -41,6 +43,7 @@ class Turn:
     is_action_valid: bool
     message: str | None = None
     response: str | None = None
+    engine_logp: np.ndarray | None = None
 
 
 @dataclass(slots=True)
@@ -115,21 +118,18 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     values["turns"] = [
         {item.name: _listed(getattr(turn, item.name)) for item in fields(turn)} for turn in trajectory.turns
     ]
+    for turn in values["turns"]:
+        if turn["engine_logp"] is None:  # as in nearly all files
+            del turn["engine_logp"]
     return {name: _listed(value) for name, value in values.items()}
 
 
 def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
     """The inverse of `trajectory_to_json`. Turns that were written without their texts have None for them."""
     values = dict(values)
+    dtypes = {"prompt_ids": np.int64, "response_ids": np.int64, "behavior_logp": np.float32, "engine_logp": np.float32}
     values["turns"] = [
-        Turn(
-            **{
-                **turn,
-                "prompt_ids": np.array(turn["prompt_ids"], dtype=np.int64),
-                "response_ids": np.array(turn["response_ids"], dtype=np.int64),
-                "behavior_logp": np.array(turn["behavior_logp"], dtype=np.float32),
-            }
-        )
+        Turn(**{**turn, **{name: np.array(turn[name], dtype=dtype) for name, dtype in dtypes.items() if name in turn}})
         for turn in values["turns"]
     ]
     for name, dtype in (("rewards", np.float32), ("advantages", np.float32), ("final_prompt_ids", np.int64)):

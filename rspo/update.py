@@ -21,6 +21,7 @@ from .agent import Agent
 from .batch import Batch
 from .config import Config, OptimizerConfig
 from .critic import score_values, value_loss
+from .mismatch import importance_weights
 from .models import Policy, score
 from .policy_module import Predictions
 from .rewards import NonFiniteError
@@ -79,6 +80,8 @@ def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config) 
     logp = score(policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     for turn, part in zip(turns, logp.split(batch.turn_lengths.tolist()), strict=True):
+        if config.engine.name == "transformers":  # whose log-probs at generation are those of its rollout
+            turn.engine_logp = turn.behavior_logp
         turn.behavior_logp = part.cpu().numpy()
 
 
@@ -86,9 +89,12 @@ def prepare(
     agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config, reference: Policy | None
 ) -> Batch:
     """The batch with what one update holds fixed: log-probs of replayed rows under the policy as it is now (old
-    log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, and
-    the critic's values, where there is a critic."""
+    log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, the
+    importance weights of an engine that is not the training model, and the critic's values, where there is a critic."""
     temperature, max_tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
+    if config.engine.importance_cap is not None:
+        weights = importance_weights(trajectories, config.engine.importance_cap)
+        batch = replace(batch, weights=torch.from_numpy(weights).to(batch.targets.device))
     if batch.is_replay.any():
         rows = batch.token_row[batch.is_replay].unique()
         old_logp = batch.old_logp.clone()

@@ -14,17 +14,22 @@ import pytest
 import torch
 from plain_forward import assert_gradients_close, plain, prepared, talks, trained
 from plain_forward import settings as plain_settings
+from rspo_servers import transformers_serve
 from smollm2 import save_smollm2
 from torch import Tensor
 
 from rspo.batch import Batch
+from rspo.collect import collect, load_trajectories
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
+from rspo.engines import EngineError, open_backend
 from rspo.envs.base import PromptContext
+from rspo.envs.household import HouseholdEnv
 from rspo.models import Policy
 from rspo.runs import open_run
 from rspo.tracking import read_metrics
 from rspo.trajectory import Trajectory
+from rspo.update import rescore
 
 pytestmark = [pytest.mark.real_model, pytest.mark.usefixtures("one_thread")]
 
@@ -108,8 +113,6 @@ def test_ratios_begin_at_one(packing: str, smollm2: Path, tmp_path: Path) -> Non
 
 
 def test_prompts_and_projection_with_a_real_tokenizer(smollm2: Path) -> None:
-    from rspo.envs.household import HouseholdEnv
-
     policy = Policy.load(smollm2, settings("household", smollm2).policy)
     env = HouseholdEnv(prompt_style="chat")
     _, infos = env.reset([env.tasks()[0]], [0])
@@ -157,3 +160,42 @@ def test_fused_loss_and_gradients_in_bfloat16(few_rows: tuple[Policy, Config, li
 
     assert error(ours) <= 2 * error(rounded)
     assert abs(stats["loss"] - exact_loss) <= 2 * abs(loss - exact_loss) + 0.01 * abs(exact_loss)
+
+
+def test_episodes_by_transformers_serve(smollm2: Path, tmp_path: Path) -> None:
+    """A real server plays episodes: its tokens have, under the training model, the surprise of samples from the whole
+    distribution at temperature 1. It dies, and collection goes on at another."""
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    server_settings = ("engine.name=openai", "engine.server=transformers", "engine.concurrency=2", "engine.retries=0")
+    policy = Policy.load(smollm2, settings("household", smollm2).policy)
+    env = HouseholdEnv(prompt_style="chat", max_turns=2)
+    with transformers_serve(smollm2, tmp_path / "log") as server:
+        config = settings("household", smollm2, *server_settings, f"engine.url={server.url}")
+        backend = open_backend(config)
+        collect(env, policy, config, tmp_path, 4, progress=False, backend=backend)
+        server.kill()
+        with pytest.raises(EngineError, match="cannot be reached"):
+            collect(env, policy, config, tmp_path, 8, resume=True, progress=False, backend=backend)
+    with transformers_serve(smollm2, tmp_path / "log") as server:
+        config = settings("household", smollm2, *server_settings, f"engine.url={server.url}")
+        collect(env, policy, config, tmp_path, 8, resume=True, progress=False, backend=open_backend(config))
+    trajectories = load_trajectories([tmp_path])
+    assert len(trajectories) == 8
+
+    rescore(policy, trajectories, config)
+    surprise, variance, tokens = 0.0, 0.0, 0
+    for turn in (turn for trajectory in trajectories for turn in trajectory.turns):
+        ids = torch.from_numpy(np.concatenate([turn.prompt_ids, turn.response_ids]))
+        with torch.no_grad():
+            logits = policy.model(ids.unsqueeze(0)).logits[0, len(turn.prompt_ids) - 1 : -1]
+        logp = torch.log_softmax(logits.double(), dim=-1)
+        drawn = logp.gather(1, ids[len(turn.prompt_ids) :, None]).squeeze(1)
+        np.testing.assert_allclose(turn.behavior_logp, drawn, atol=1e-3)
+        mean = (logp.exp() * logp).sum(-1)
+        surprise += float((drawn - mean).sum())
+        variance += float(((logp.exp() * logp**2).sum(-1) - mean**2).sum())
+        tokens += len(drawn)
+    assert tokens > 100
+    deviations = surprise / math.sqrt(variance)
+    assert abs(deviations) < 4, f"{tokens} tokens are {deviations:.1f} standard deviations from samples of the model"

@@ -315,7 +315,7 @@ def documented() -> list[re.Pattern[str]]:
 
 def test_the_documented_names_of_metrics_are_those_of_the_records(start: Path, tmp_path: Path) -> None:
     flags = [*SHORT, f"policy.path={start}"]
-    run(small_config(*flags, "loss.kl_coef=0.01"), tmp_path / "rspo")
+    run(small_config(*flags, "loss.kl_coef=0.01", "rollout.rescore=on"), tmp_path / "rspo")
     run(small_config(*flags, "rollout.group_size=1", method="ppo"), tmp_path / "ppo")
     names = {name for folder in ("rspo", "ppo") for record in read_metrics(tmp_path / folder) for name in record}
     patterns = documented()

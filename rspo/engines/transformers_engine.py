@@ -7,7 +7,8 @@ taken by the same function as in training (`rspo_kernels.token_logprobs`): befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
@@ -17,9 +18,9 @@ from transformers import DynamicCache
 
 from rspo_kernels import token_logprobs
 
-from ..config import ConfigError, RolloutConfig
+from ..config import RolloutConfig
 from ..models import Policy
-from .base import Generation
+from .base import Backend, Generation, check_prompts
 
 
 class TransformersEngine:
@@ -43,12 +44,7 @@ class TransformersEngine:
 
     def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:
         """One response for each prompt. Raises ConfigError for a prompt that is empty or too long."""
-        for ids in prompts:
-            if not 0 < len(ids) <= self.config.max_prompt_tokens:
-                raise ConfigError(
-                    f"a prompt has {len(ids)} tokens, rollout.max_prompt_tokens={self.config.max_prompt_tokens} allows"
-                    f" 1 to that many: {self.policy.decode([ids])[0][:80]!r}"
-                )
+        check_prompts(prompts, self.policy, self.config)
         generations: list[Generation] = []
         for start in range(0, len(prompts), self.config.max_batch):
             generations += self._generate_batch(list(prompts[start : start + self.config.max_batch]))
@@ -123,3 +119,17 @@ class TransformersEngine:
         """One token per row, int64 [rows]."""
         probabilities = torch.softmax(logits.float() / self.temperature, dim=-1)
         return torch.multinomial(probabilities, 1, generator=self.generator).squeeze(-1)
+
+
+class TransformersBackend(Backend):
+    """Engines on the policies themselves: nothing is held, nothing has to be brought up to date."""
+
+    @contextmanager
+    def engine(
+        self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
+    ) -> Iterator[TransformersEngine]:
+        yield TransformersEngine(policy, config, generator, temperature)
+
+
+LOCAL = TransformersBackend()
+"""Generation with the training model itself."""
