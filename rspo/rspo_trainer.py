@@ -17,6 +17,7 @@ from .arguments import as_config, as_dense_reward, as_env, as_policy
 from .callbacks import EVALUATION, Callbacks, callback_arguments
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, overlay
+from .engines import Backend, open_backend
 from .envs import BatchedEnv
 from .evaluate import evaluate
 from .model_card import model_card
@@ -75,6 +76,7 @@ class RSPOTrainer:
         self.folder = Path(output_dir) if output_dir is not None else default_folder(self.config)
         self.progress = progress
         self._trainer: Trainer | None = None
+        self._backend: Backend | None = None
         best = metric_for_best_model.removeprefix(EVALUATION)
         arguments = callback_arguments(
             self.config,
@@ -100,6 +102,7 @@ class RSPOTrainer:
         Raises ConfigError where the folder holds a run already, or none to go on with; what else `rspo.trainer` raises.
         """
         resume = self._resume(resume_from_checkpoint)
+        self._close_backend()
         trainer = open_run(
             self.config,
             self.folder,
@@ -110,7 +113,7 @@ class RSPOTrainer:
             dense_reward=self._dense_reward,
             observer=self._callbacks,
         )
-        self._trainer, self._start = trainer, None
+        self._trainer, self._start, self._backend = trainer, None, trainer.backend
         self._show_callbacks(trainer.agent.policy)
         self._callbacks.subject["optimizer"] = trainer.agent.optimizer
         before = trainer.books.tracker.records
@@ -139,7 +142,9 @@ class RSPOTrainer:
         changes = {name: value for name, value in given.items() if value is not None}
         config: Config = overlay(self.config, {"evaluation": changes})
         check_split(self.env, config)
-        found = evaluate(self._policy(), self.env, config, progress=self.progress)
+        if self._backend is None:
+            self._backend = open_backend(self.config)
+        found = evaluate(self._policy(), self.env, config, progress=self.progress, backend=self._backend)
         metrics = {f"{EVALUATION}{name}": value for name, value in found.metrics().items()}
         self._callbacks.evaluated(metrics)
         return metrics
@@ -205,7 +210,8 @@ class RSPOTrainer:
         return list(self.state.log_history)
 
     def close(self) -> None:
-        """Close the environment, unless it was given."""
+        """Let go of the engine, and close the environment unless it was given."""
+        self._close_backend()
         if self._owns_env:
             self.env.close()
 
@@ -216,6 +222,11 @@ class RSPOTrainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _close_backend(self) -> None:
+        if self._backend is not None:
+            self._backend.close()
+            self._backend = None
 
     def _policy(self) -> Policy:
         """The policy as it is; before training the one that it will start from."""
