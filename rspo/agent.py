@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .config import Config
 from .critic import Critic
+from .distributed import ALONE, Ranks
 from .mixed_precision import MasterAdamW
 from .models import Policy
 
@@ -21,11 +22,13 @@ class Agent:
         policy: its model; the agent owns the weights.
         config: its optimisers, AdamW on float32 weights, and its critic.
         has_critic: give it a critic, fresh.
+        ranks: the processes that train it together, each with an agent of its own that takes the same steps.
     """
 
-    def __init__(self, policy: Policy, config: Config, has_critic: bool = False) -> None:
+    def __init__(self, policy: Policy, config: Config, has_critic: bool = False, ranks: Ranks = ALONE) -> None:
         self.policy = policy
         self.config = config
+        self.ranks = ranks
         self.critic = Critic(policy, config.critic) if has_critic else None
         shared = self.critic is not None and self.critic.body is None
         critic_parameters = list(self.critic.parameters()) if self.critic is not None else []
@@ -65,10 +68,12 @@ class Agent:
             parameter.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
-        """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""
-        norms = {"gradient_norm": _clip(self.optimizer, self.config.optimizer.grad_clip)}
+        """Sum the gradients over all processes and clip those of each optimiser's weights, where they are finite;
+        their norms before that, 0-d."""
+        limit = self.config.optimizer.grad_clip
+        norms = {"gradient_norm": _clip(self.optimizer, limit, self.ranks)}
         if self.critic_optimizer is not None:
-            norms["critic/gradient_norm"] = _clip(self.critic_optimizer, self.config.optimizer.grad_clip)
+            norms["critic/gradient_norm"] = _clip(self.critic_optimizer, limit, self.ranks)
         return norms
 
     def step(self) -> None:
@@ -79,7 +84,7 @@ class Agent:
 
     def branch(self, fresh_optimizer: bool = False) -> Agent:
         """Agent B: a copy with weights and (unless `fresh_optimizer`) optimiser state of its own."""
-        twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
+        twin = Agent(self.policy.copy(), self.config, self.critic is not None, self.ranks)
         if self.critic is not None and twin.critic is not None:
             twin.critic.load_state_dict(self.critic.state_dict())
         twin.load_optimizers(self.optimizer_states(), weights_only=fresh_optimizer)
@@ -101,8 +106,9 @@ class Agent:
                 load(states[name])
 
 
-def _clip(optimizer: MasterAdamW, limit: float) -> Tensor:
+def _clip(optimizer: MasterAdamW, limit: float, ranks: Ranks) -> Tensor:
     optimizer.take_gradients()
+    ranks.sum_gradients(optimizer.masters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
     # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.

@@ -21,6 +21,7 @@ from torch import Tensor
 from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
+from .distributed import ALONE, Ranks
 from .models import Policy
 from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
@@ -38,7 +39,12 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory] = ()) -> None:
-    """Write a checkpoint folder; `state` holds plain values only. Raises StorageError; earlier checkpoints remain."""
+    """Write a checkpoint folder, by the main process for all; `state` holds plain values only. Raises StorageError;
+    earlier checkpoints remain."""
+    agent.ranks.from_main(lambda: _save(path, agent, state, buffer))
+
+
+def _save(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory]) -> None:
     state = {**state, "method": agent.config.method, "estimator": agent.config.estimator_name}
     with new_folder(path) as folder:
         agent.policy.save(folder)
@@ -52,15 +58,15 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
                 file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
 
 
-def load_checkpoint(path: Path, config: Config, has_critic: bool) -> Checkpoint:
+def load_checkpoint(path: Path, config: Config, has_critic: bool, ranks: Ranks = ALONE) -> Checkpoint:
     """Read a checkpoint folder; nothing in it is unpickled as code.
 
-    has_critic: whether the method's agents have a critic.
+    has_critic: whether the method's agents have a critic.  ranks: the processes that the agent is trained by.
 
     Raises ConfigError where the folder is incomplete, damaged, or of a run with another method or critic.
     """
     try:
-        return _load(path, config, has_critic)
+        return _load(path, config, has_critic, ranks)
     except ConfigError:
         raise
     except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
@@ -70,13 +76,13 @@ def load_checkpoint(path: Path, config: Config, has_critic: bool) -> Checkpoint:
         ) from error
 
 
-def _load(path: Path, config: Config, has_critic: bool) -> Checkpoint:
+def _load(path: Path, config: Config, has_critic: bool, ranks: Ranks) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    agent = Agent(Policy.load(path, config.policy), config, has_critic)
+    agent = Agent(Policy.load(path, config.policy), config, has_critic, ranks)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
+from .distributed import leave
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
 from .envs.webshop import commands as webshop_commands
@@ -284,6 +285,10 @@ def _train(parsed: argparse.Namespace) -> None:
         raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
     except WorkerError as error:
         raise WorkerError(f"{error}; {how_to_go_on(folder)}") from error
+
+    leave()
+    if not trainer.ranks.is_main:
+        return
 
     from .plotting import plot_runs
 

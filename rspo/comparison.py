@@ -18,7 +18,7 @@ from .tracking import read_metrics
 IGNORED = (
     "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "evaluation.transcripts",
     "policy.device", "policy.packing", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
-    "env.worker_timeout",
+    "env.worker_timeout", "parallel.processes", "parallel.shard",
 )  # fmt: skip
 """Settings of how a run is made and kept, not of what it learns."""
 START = "policy.path"

@@ -22,6 +22,7 @@ from .sections import (
     EstimatorConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ParallelConfig,
     PolicyConfig,
     RewardConfig,
     RewardModelConfig,
@@ -56,6 +57,7 @@ class Config:
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(center_cap=1.0))
     """The policy loss. The default bounds the clip centre of replayed tokens by 1; the paper's is unbounded."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -196,6 +198,7 @@ __all__ = [
     "EstimatorConfig",
     "EvaluationConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PolicyConfig",
     "RewardConfig",
     "RewardModelConfig",

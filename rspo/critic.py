@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .batch import Batch
 from .config import CriticConfig
+from .distributed import ALONE, Ranks, of_tokens
 from .models import Policy, run_body
 
 
@@ -38,13 +39,9 @@ class Critic(nn.Module):
         return self.of_hidden(run_body(body, batch, policy.packs))
 
 
-@torch.no_grad()
-def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int) -> Tensor:
+def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:
     """Values without a graph, float32 [N], in micro-batches of `max_tokens`."""
-    result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
-    for rows in batch.micro_batches(max_tokens, policy.packs):
-        result[torch.isin(batch.token_row, rows)] = critic.values(policy, batch.select(rows))
-    return result
+    return of_tokens(batch, max_tokens, policy.packs, lambda part: critic.values(policy, part), ranks)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

@@ -17,6 +17,7 @@ from rspo_kernels import token_logprobs
 
 from .batch import Batch
 from .config import ConfigError, PolicyConfig
+from .distributed import ALONE, Ranks, of_tokens
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -201,14 +202,9 @@ def _forward_inputs(batch: Batch, packs: bool) -> tuple[dict[str, Tensor], Tenso
     return inputs, starts[rows] + batch.token_column
 
 
-@torch.no_grad()
-def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int) -> Tensor:
+def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:
     """Log-probs of the response tokens without a graph, float32 [N], in micro-batches of `max_tokens`."""
-    result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
-    for rows in batch.micro_batches(max_tokens, policy.packs):
-        chosen = torch.isin(batch.token_row, rows)
-        result[chosen] = policy.logprobs(batch.select(rows), temperature)[0]
-    return result
+    return of_tokens(batch, max_tokens, policy.packs, lambda part: policy.logprobs(part, temperature)[0], ranks)
 
 
 def _cache_argument(model: nn.Module) -> str:

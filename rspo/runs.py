@@ -15,6 +15,7 @@ from .agent import Agent
 from .checkpoint import list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import flat_settings, load_config, save_config
+from .distributed import ALONE, Ranks, join, placed
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
@@ -22,14 +23,14 @@ from .models import Policy
 from .reporters import find_reporters
 from .rewards import training_rewards
 from .storage import new_folder, prepare_folder, tidy
-from .tracking import Tracker
+from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
-    "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
-    "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
+    "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
+    "policy.device", "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -61,33 +62,34 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool) -> Policy:
+def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool, ranks: Ranks = ALONE) -> Policy:
     """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
     `folder/start`."""
     if config.policy.path is not None:
         return Policy.load(config.policy.path, config.policy)
     cached = folder / "start"
-    if not cached.is_dir():
-        policy, _ = warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)
-        with new_folder(cached) as partial:
-            policy.save(partial)
-    # Always through the file, so that a first and a resumed run start from the same numbers.
+
+    def make() -> None:
+        if not cached.is_dir():
+            policy, _ = warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)
+            with new_folder(cached) as partial:
+                policy.save(partial)
+
+    ranks.from_main(make)
+    # Always through the file, so that a first and a resumed run start from the same numbers, and all processes.
     return Policy.load(cached, config.policy)
 
 
 def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bool = True) -> Trainer:
     """A trainer in a run folder: new, or going on from its latest checkpoint.
 
-    Raises ConfigError where a new run's folder holds one already, or where the settings of a resumed run are not those
-    it was started with; StorageError where the folder cannot be written.
+    Raises ConfigError where a new run's folder holds one already, where the settings of a resumed run are not those
+    it was started with, or where there are other processes or fewer devices than they ask for; StorageError where the
+    folder cannot be written.
     """
-    if resume:
-        _check_resumable(config, folder)
-    elif (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
-    else:
-        # Left by a start that broke off, of whatever settings.
-        shutil.rmtree(folder / "start", ignore_errors=True)
+    ranks = join(config)
+    given, config = config, placed(config, ranks)
+    ranks.from_main(lambda: _check_folder(given, folder, resume))
     set_threads(config)
     _check_device(config)
     env = build_env(config)
@@ -96,26 +98,44 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
     reporters = find_reporters(config.run.report_to)
-    prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, "start"):
-        tidy(folder, leftovers)
-    tidy(folder / "checkpoints")
-    policy = start_policy(config, env, folder, progress=progress)
-    checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
-    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic) if checkpoints else None
+    ranks.from_main(lambda: _prepare(folder))
+    policy = start_policy(config, env, folder, progress=progress, ranks=ranks)
+    checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints")) if resume else []
+    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic, ranks) if checkpoints else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
     reference = policy.copy() if config.loss.kl_coef > 0 else None
-    save_config(config, folder / CONFIG_FILE)
-    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
-    agent = Agent(policy, config, has_critic=estimator.needs_critic)
+    ranks.from_main(lambda: save_config(given, folder / CONFIG_FILE))
+    tracker = (
+        Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
+        if ranks.is_main
+        else Onlooker(folder)
+    )
+    agent = Agent(policy, config, estimator.needs_critic, ranks)
     trainer = Trainer(config, folder, env, agent, reference, tracker)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
+
+
+def _check_folder(config: Config, folder: Path, resume: bool) -> None:
+    if resume:
+        _check_resumable(config, folder)
+    elif (folder / CONFIG_FILE).exists():
+        raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
+    else:
+        # Left by a start that broke off, of whatever settings.
+        shutil.rmtree(folder / "start", ignore_errors=True)
+
+
+def _prepare(folder: Path) -> None:
+    prepare_folder(folder)
+    for leftovers in (CONFIG_FILE, "start"):
+        tidy(folder, leftovers)
+    tidy(folder / "checkpoints")
 
 
 def _check_resumable(config: Config, folder: Path) -> None:

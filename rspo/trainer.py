@@ -14,6 +14,7 @@ from .batch import Batch
 from .bookkeeping import Bookkeeper
 from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
 from .config import Config
+from .distributed import play_groups
 from .engines import TransformersEngine
 from .envs.base import BatchedEnv
 from .estimators import make_estimator
@@ -52,9 +53,10 @@ class Trainer:
         self.env = env
         self.agent = agent
         self.reference = reference
-        self.random = RandomStreams(config.run.seed, agent.policy.device)
+        self.ranks = agent.ranks
+        self.random = RandomStreams(config.run.seed, agent.policy.device, self.ranks)
         self.timer = PhaseTimer()
-        self.books = Bookkeeper(config, env, tracker, self.timer)
+        self.books = Bookkeeper(config, env, tracker, self.timer, self.ranks)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
@@ -137,27 +139,32 @@ class Trainer:
         return self.config.alpha_at(self.books.step) if self.swaps else 0.0
 
     def _rollout(self, agent: Agent, num_tasks: int) -> list[Trajectory]:
-        """Play random training tasks, `group_size` times each."""
+        """Play random training tasks, `group_size` times each; each process its share of them, all get all."""
         tasks = self.env.tasks("train")
         chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
         seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
-        with episode_bar("playing", num_tasks * self.config.rollout.group_size, self.books.tracker.progress) as on_turn:
-            trajectories = rollout(
-                self.env,
-                TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
-                make_layout(self.config.env.layout, agent.policy, self.env),
-                [tasks[i] for i in chosen],
-                seeds,
-                group_size=self.config.rollout.group_size,
-                history_length=self.config.env.history_length,
-                timer=self.timer,
-                on_turn=on_turn,
-            )
+        mine, group_size = self.ranks.share(num_tasks), self.config.rollout.group_size
+
+        def play_mine() -> list[Trajectory]:
+            with episode_bar("playing", len(mine) * group_size, self.books.tracker.progress) as on_turn:
+                return rollout(
+                    self.env,
+                    TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),
+                    make_layout(self.config.env.layout, agent.policy, self.env),
+                    [tasks[chosen[i]] for i in mine],
+                    [seeds[i] for i in mine],
+                    group_size=group_size,
+                    history_length=self.config.env.history_length,
+                    timer=self.timer,
+                    on_turn=on_turn,
+                )
+
+        trajectories = play_groups(self.ranks, play_mine)
         self.books.count(trajectories)
         trajectories = intact(trajectories)
         if self.config.rescores:
             with self.timer("logprobs"):
-                rescore(agent.policy, trajectories, self.config)
+                rescore(agent.policy, trajectories, self.config, self.ranks)
         return trajectories
 
     def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
@@ -180,11 +187,11 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         folder, every, step = self.folder / "checkpoints", self.config.run.save_every, self.books.step
-        saved = list_checkpoints(folder)
+        saved = self.ranks.from_main(lambda: list_checkpoints(folder))
         latest = int(saved[-1].name.split("-")[1]) if saved else 0
         if step == self.config.run.steps or (every > 0 and step // every > latest // every):
             self._save(checkpoint_path(folder, step))
-            prune_checkpoints(folder, self.config.run.keep)
+            self.ranks.from_main(lambda: prune_checkpoints(folder, self.config.run.keep))
 
     def _save(self, path: Path) -> None:
         self.books.tracker.sync()
