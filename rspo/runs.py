@@ -30,7 +30,8 @@ from .warmup import warm_up
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
-    "policy.device", "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.",
+    "policy.device", "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.",
+    "reward_model.",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
