@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import rspo.engines.transformers_engine
-import rspo.models
+import rspo.policy_module
 import rspo.trainer
 from rspo.agent import Agent
 from rspo.bookkeeping import Bookkeeper
 from rspo.engines import TransformersEngine
 from rspo.models import Policy
+from rspo.policy_module import Predictions
 from rspo.replay import ReplayBuffer
 from rspo.timing import PhaseTimer
 from rspo.trainer import Trainer
@@ -157,7 +158,7 @@ def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]
             (Policy, "_ids", "tokenizer"),
             (Policy, "decode", "tokenizer"),
             (rspo.engines.transformers_engine, "token_logprobs", "log-probs"),
-            (rspo.models, "token_logprobs", "log-probs"),
+            (rspo.policy_module, "token_logprobs", "log-probs"),
             (Mixture, "loss", "loss"),
             (rspo.trainer, "relabel", "advantages"),
             (rspo.trainer, "zero_advantages", "records"),
@@ -167,8 +168,8 @@ def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]
         ):
             phase(owner, name, label)
         phase(Tensor, "backward", "loss")  # from the loss on backwards, until a gradient arrives at what follows
-        patch(Policy, "logprobs_and_hidden", functools.partial(_switched_at_gradient, "log-probs"))
-        patch(Policy, "logits_and_hidden", functools.partial(_switched_at_gradient, "backward"))
+        patch(Predictions, "logprobs", functools.partial(_switched_at_gradient, "log-probs"))
+        patch(Predictions, "logits", functools.partial(_switched_at_gradient, "backward"))
         patch(Agent, "branch", _branch_apart)
         patch(Bookkeeper, "record", _record_and_cut)
         yield

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from .batch import Batch
 from .config import CriticConfig
 from .distributed import ALONE, Ranks, of_tokens
-from .models import Policy, run_body
+from .models import Policy
+from .policy_module import run_body
 
 
 class Critic(nn.Module):
@@ -35,8 +36,8 @@ class Critic(nn.Module):
     def values(self, policy: Policy, batch: Batch) -> Tensor:
         """Values float32 [N] of the states in which a batch's response tokens were chosen, with a graph where grad is
         enabled."""
-        body = policy.model.base_model if self.body is None else self.body
-        return self.of_hidden(run_body(body, batch, policy.packs))
+        hidden = policy.hidden(batch) if self.body is None else run_body(self.body, batch, policy.packs)
+        return self.of_hidden(hidden)
 
 
 def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rspo_kernels import token_logprobs
-
 from .batch import Batch
 from .config import ConfigError, PolicyConfig
 from .distributed import ALONE, Ranks, of_tokens
+from .policy_module import PolicyModule
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -30,14 +29,16 @@ class Policy:
         model: any transformers causal LM.
         tokenizer: its tokenizer. Where that has a chat template, a prompt is one user message.
         packs: forward passes over a batch run without padding.
+
+    `module` is the model with all that training computes of it; forward passes over batches go through it alone.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, packs: bool = False) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.packs = packs
+        self.module = PolicyModule(self.model, packs)
         self.cache_argument = _cache_argument(model)
-        self._head_is_plain = _head_is_plain(model)
 
     @classmethod
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
@@ -147,59 +148,23 @@ class Policy:
         texts = dict(zip(distinct, decoded, strict=True))
         return [texts[row.tobytes()] for row in responses]
 
-    def logits_and_hidden(self, batch: Batch, with_hidden: bool = False) -> tuple[Tensor, Tensor | None]:
+    def logits_and_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits [N, V] that predict the response tokens, and the last hidden states [N, H] they are made of.
 
         Only the asked-for positions go through the model's head.
         """
-        if self._head_is_plain:
-            hidden = run_body(self.model.base_model, batch, self.packs)
-            return self.model.get_output_embeddings()(hidden), hidden
-        inputs, positions = _forward_inputs(batch, self.packs)
-        output = self.model(**inputs, use_cache=False, output_hidden_states=with_hidden)
-        last = output.hidden_states[-1].flatten(0, 1)[positions] if with_hidden else None
-        return output.logits.flatten(0, 1)[positions], last
+        return cast(
+            tuple[Tensor, Tensor | None],
+            self.module(batch, lambda predictions: (predictions.logits(), predictions.hidden), with_hidden=True),
+        )
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Last hidden states [N, H] at the positions that predict the response tokens."""
+        return cast(Tensor, self.module(batch, lambda predictions: predictions.hidden, with_hidden=True))
 
     def logprobs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the response tokens, float32 [N] each, with a graph where grad is enabled."""
-        return self.logprobs_and_hidden(batch, temperature)[:2]
-
-    def logprobs_and_hidden(
-        self, batch: Batch, temperature: float, with_hidden: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs and entropies as by `logprobs`, and the hidden states [N, H] that a shared critic reads."""
-        logits, hidden = self.logits_and_hidden(batch, with_hidden)
-        logp, entropy = cast(
-            tuple[Tensor, Tensor],
-            token_logprobs(logits, batch.targets, temperature=temperature, with_entropy=True),
-        )
-        return logp, entropy, hidden
-
-
-def run_body(body: nn.Module, batch: Batch, packs: bool) -> Tensor:
-    """A model's body over a batch: last hidden states [N, H] at the positions that predict the response tokens."""
-    inputs, positions = _forward_inputs(batch, packs)
-    hidden = body(**inputs, use_cache=False).last_hidden_state
-    return cast(Tensor, hidden.flatten(0, 1).index_select(0, positions))
-
-
-def _forward_inputs(batch: Batch, packs: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model is given of a batch, and the flat positions [N] of its output that predict the response tokens.
-
-    Distinct rows run once: members of a group often are in the same situation and do the same (half the rows of a
-    trained household agent). Packed, they stand end to end with positions that begin anew, which is how transformers
-    knows that they must not see each other.
-    """
-    distinct, row_of = torch.unique(batch.input_ids, dim=0, return_inverse=True)
-    rows, width = row_of[batch.token_row], distinct.shape[1]
-    if not packs:
-        return {"input_ids": distinct}, rows * width + batch.token_column
-    lengths = batch.row_lengths.new_zeros(len(distinct)).scatter_reduce_(0, row_of, batch.row_lengths, "amax")
-    columns = torch.arange(width, device=distinct.device).expand_as(distinct)
-    real = columns < lengths[:, None]
-    starts = torch.cumsum(lengths, 0) - lengths
-    inputs = {"input_ids": distinct[real].unsqueeze(0), "position_ids": columns[real].unsqueeze(0)}
-    return inputs, starts[rows] + batch.token_column
+        return cast(tuple[Tensor, Tensor], self.module(batch, lambda predictions: predictions.logprobs(temperature)))
 
 
 def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:
@@ -211,18 +176,3 @@ def _cache_argument(model: nn.Module) -> str:
     """The name under which the model's forward takes a KV cache; transformers renamed it."""
     parameters = inspect.signature(model.forward).parameters
     return "cache" if "cache" in parameters else "past_key_values"
-
-
-@torch.inference_mode()
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just the output embeddings of the last hidden state: some models scale or cap them.
-
-    Bit for bit, because a cap changes small logits by little; a wrong "no" only costs time.
-    """
-    head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
-        return False
-    probe = torch.arange(8, device=model.device).unsqueeze(0)
-    hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-    expected = model(input_ids=probe, use_cache=False).logits
-    return torch.equal(head(hidden).float(), expected.float())

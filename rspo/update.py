@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rspo_kernels import PolicyLossConfig, policy_loss
+from rspo_kernels import PolicyLossConfig
 
 from .agent import Agent
 from .batch import Batch
@@ -23,6 +23,7 @@ from .config import Config, OptimizerConfig
 from .critic import score_values, value_loss
 from .distributed import ALONE, Ranks, local
 from .models import Policy, score
+from .policy_module import Predictions
 from .rewards import NonFiniteError
 from .timing import PhaseTimer
 from .trajectory import Trajectory
@@ -56,31 +57,19 @@ class Mixture:
         return cls(n_on / (1 - alpha), n_off / alpha if alpha > 0 else 0)
 
     def loss(
-        self, batch: Batch, logp: Tensor, entropy: Tensor, config: PolicyLossConfig
+        self, predictions: Predictions, temperature: float, config: PolicyLossConfig
     ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """-J of a micro-batch (0-d, with a graph) and the loss's statistics of either part."""
+        batch = predictions.batch
         segments = batch.segments()
         losses: list[Tensor] = []
         stats: dict[str, dict[str, Tensor]] = {}
-        if config.entropy_coef == 0:
-            entropy = entropy.detach()  # a statistic only
         for part, divisor, mask in (
             ("on_policy", self.on_policy, ~batch.is_replay),
             ("replay", self.replay, batch.is_replay),
         ):
             if divisor > 0:
-                loss, stats[part] = policy_loss(
-                    logp,
-                    batch.advantages,
-                    mask=mask,
-                    normalizer=divisor,
-                    old_logp=batch.old_logp,
-                    behavior_logp=batch.behavior_logp,
-                    ref_logp=batch.ref_logp,
-                    entropy=entropy,
-                    segments=segments,
-                    config=config,
-                )
+                loss, stats[part] = predictions.policy_loss(mask, divisor, segments, temperature, config)
                 losses.append(loss)
         return torch.stack(losses).sum(), stats
 
@@ -187,8 +176,12 @@ def _losses(
     The value loss is a mean over all `num_tokens` of the update, replayed ones like the others.
     """
     critic, shared = agent.critic, agent.critic is not None and agent.critic.body is None
-    logp, entropy, hidden = agent.policy.logprobs_and_hidden(batch, config.rollout.temperature, with_hidden=shared)
-    loss, stats = mixture.loss(batch, logp, entropy, config.loss)
+
+    def read(predictions: Predictions) -> tuple[Tensor, dict[str, dict[str, Tensor]], Tensor | None]:
+        loss, stats = mixture.loss(predictions, config.rollout.temperature, config.loss)
+        return loss, stats, predictions.hidden if shared else None
+
+    loss, stats, hidden = agent.policy.module(batch, read, with_hidden=shared)
     if critic is not None:
         assert batch.values is not None  # `prepare` has seen to it,
         assert batch.returns is not None  # and the estimator

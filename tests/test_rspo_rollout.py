@@ -97,12 +97,12 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
     for policy in (capped, plain):
         with torch.no_grad():
             expected = policy.model(batch.input_ids).logits[batch.token_row, batch.token_column]
-            seen, hidden = policy.logits_and_hidden(batch, with_hidden=True)
+            seen, hidden = policy.logits_and_hidden(batch)
             torch.testing.assert_close(seen, expected)
             assert hidden is not None
             logits = policy.model.get_output_embeddings()(hidden)
         torch.testing.assert_close(2 * torch.tanh(logits / 2) if policy is capped else logits, expected)
-    assert (capped._head_is_plain, plain._head_is_plain) == (False, True)
+    assert (capped.module.head_is_plain, plain.module.head_is_plain) == (False, True)
 
 
 def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:
