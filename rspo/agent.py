@@ -13,6 +13,7 @@ from .critic import Critic
 from .distributed import ALONE, Ranks
 from .mixed_precision import MasterAdamW
 from .models import Policy
+from .sharded_tensors import whole
 
 
 class Agent:
@@ -32,8 +33,10 @@ class Agent:
         self.critic = Critic(policy, config.critic) if has_critic else None
         shared = self.critic is not None and self.critic.body is None
         critic_parameters = list(self.critic.parameters()) if self.critic is not None else []
-        self.optimizer = MasterAdamW([*policy.model.parameters(), *(critic_parameters if shared else [])])
-        self.critic_optimizer = MasterAdamW(critic_parameters) if critic_parameters and not shared else None
+        bodies = [policy.model] if self.critic is None or shared else [policy.model, self.critic.body]
+        rounded = [p for body in bodies for p in body.parameters()] if policy.rounds else []
+        self.optimizer = MasterAdamW([*policy.model.parameters(), *(critic_parameters if shared else [])], rounded)
+        self.critic_optimizer = MasterAdamW(critic_parameters, rounded) if critic_parameters and not shared else None
         self.set_learning_rates()
 
     def set_learning_rates(self, factor: float = 1.0) -> None:
@@ -110,7 +113,7 @@ def _clip(optimizer: MasterAdamW, limit: float, ranks: Ranks) -> Tensor:
     optimizer.take_gradients()
     ranks.sum_gradients(optimizer.masters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
     return norm

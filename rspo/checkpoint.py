@@ -22,7 +22,8 @@ from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
 from .distributed import ALONE, Ranks
-from .models import Policy
+from .sharded_tensors import assign, gathered
+from .sharding import load_policy
 from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
@@ -41,21 +42,25 @@ class Checkpoint:
 def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory] = ()) -> None:
     """Write a checkpoint folder, by the main process for all; `state` holds plain values only. Raises StorageError;
     earlier checkpoints remain."""
-    agent.ranks.from_main(lambda: _save(path, agent, state, buffer))
-
-
-def _save(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory]) -> None:
     state = {**state, "method": agent.config.method, "estimator": agent.config.estimator_name}
-    with new_folder(path) as folder:
-        agent.policy.save(folder)
-        if agent.critic is not None:
-            save_file(agent.critic.state_dict(), folder / "critic.safetensors")
-        with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
-            torch.save(agent.optimizer_states(), binary)
-        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        if buffer:
-            with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+    ranks = agent.ranks
+    weights = agent.policy.gathered_weights()
+    critic = gathered(agent.critic.state_dict(), ranks.is_main) if agent.critic is not None else None
+    optimizers = gathered(agent.optimizer_states(), ranks.is_main)
+
+    def save() -> None:
+        with new_folder(path) as folder:
+            agent.policy.save(folder, weights)
+            if critic is not None:
+                save_file(critic, folder / "critic.safetensors")
+            with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
+                torch.save(optimizers, binary)
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            if buffer:
+                with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
+                    file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+
+    ranks.from_main(save)
 
 
 def load_checkpoint(path: Path, config: Config, has_critic: bool, ranks: Ranks = ALONE) -> Checkpoint:
@@ -82,7 +87,7 @@ def _load(path: Path, config: Config, has_critic: bool, ranks: Ranks) -> Checkpo
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    agent = Agent(Policy.load(path, config.policy), config, has_critic, ranks)
+    agent = Agent(load_policy(path, config), config, has_critic, ranks)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.
@@ -106,7 +111,7 @@ def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: b
 
 def _load_critic(path: Path, critic: Critic, config: Config) -> None:
     """Raises ConfigError that names the weights which do not fit."""
-    saved = load_file(path / "critic.safetensors", device=config.policy.device)
+    saved = load_file(path / "critic.safetensors")
     wanted = critic.state_dict()
     shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
     wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]
@@ -115,7 +120,8 @@ def _load_critic(path: Path, critic: Critic, config: Config) -> None:
             f"the critic in {path} is not one with critic.backbone={config.critic.backbone!r}: {'; '.join(wrong[:3])}"
             + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         )
-    critic.load_state_dict(saved)
+    for name, weight in wanted.items():
+        assign(weight, saved[name])
 
 
 def _shape(weight: Tensor | None) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -24,10 +22,11 @@ class Critic(nn.Module):
 
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         super().__init__()
-        self.body = copy.deepcopy(policy.model.base_model) if config.backbone == "own" else None
-        self.head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1, device=policy.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.body = policy.copy_body() if config.backbone == "own" else None
+        head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.head = policy.place(head)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""

@@ -167,11 +167,6 @@ def of_tokens(
     return ranks.sum(result)
 
 
-def local(value: Tensor) -> Tensor:
-    """A tensor, or of a sharded one what this process has of it."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 @dataclass(frozen=True)
 class _Failure:
     """What was raised instead of a result."""

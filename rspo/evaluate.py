@@ -139,16 +139,17 @@ def play(
     mine = ranks.share(episodes)
 
     def play_mine() -> list[Trajectory]:
-        return rollout(
-            env,
-            TransformersEngine(policy, config.rollout, generator, temperature),
-            make_layout(config.env.layout, policy, env),
-            [tasks[i % len(tasks)] for i in mine],
-            [EVALUATION_SEED + i for i in mine],
-            group_size=1,
-            history_length=config.env.history_length,
-            on_turn=on_turn,
-        )
+        with policy.whole():
+            return rollout(
+                env,
+                TransformersEngine(policy, config.rollout, generator, temperature),
+                make_layout(config.env.layout, policy, env),
+                [tasks[i % len(tasks)] for i in mine],
+                [EVALUATION_SEED + i for i in mine],
+                group_size=1,
+                history_length=config.env.history_length,
+                on_turn=on_turn,
+            )
 
     return intact(play_groups(ranks, play_mine))
 

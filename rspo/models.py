@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,9 @@ SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
 
 
+Module = TypeVar("Module", bound=nn.Module)
+
+
 class Policy:
     """A causal LM as the trainer sees it. Always in eval mode, so that its log-probs are a function of its weights.
 
@@ -30,6 +34,7 @@ class Policy:
         tokenizer: its tokenizer. Where that has a chat template, a prompt is one user message.
         packs: forward passes over a batch run without padding.
 
+    `rounds`: float32 weights are rounded to compute with them, and in files.
     `module` is the model with all that training computes of it; forward passes over batches go through it alone.
     """
 
@@ -37,6 +42,7 @@ class Policy:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.packs = packs
+        self.rounds = False
         self.module = PolicyModule(self.model, packs)
         self.cache_argument = _cache_argument(model)
 
@@ -58,10 +64,30 @@ class Policy:
             raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
         return cls(model.to(config.device), tokenizer, config.packs)
 
-    def save(self, path: str | Path) -> None:
-        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors)."""
+    def save(self, path: str | Path, weights: dict[str, Tensor] | None = None) -> None:
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors).
+
+        weights: `gathered_weights`.
+        """
         self.model.save_pretrained(str(path), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
+
+    def gathered_weights(self) -> dict[str, Tensor] | None:
+        """What `save` needs of all processes where each has a share of the weights only: for all of them at once."""
+        return None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While the block runs, this process can run the model by itself, to generate. Sharded weights need it."""
+        yield
+
+    def copy_body(self) -> nn.Module:
+        """The model without its head, with weights of its own."""
+        return copy.deepcopy(self.model.base_model)
+
+    def place(self, module: Module) -> Module:
+        """A module that is trained beside the model, on its device; it is float32."""
+        return module.to(self.device)
 
     def copy(self) -> Policy:
         """A policy with weights of its own; the tokenizer is shared."""

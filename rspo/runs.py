@@ -22,6 +22,7 @@ from .estimators import make_estimator
 from .models import Policy
 from .reporters import find_reporters
 from .rewards import training_rewards
+from .sharding import load_policy
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
 from .trainer import Trainer
@@ -67,7 +68,7 @@ def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: boo
     """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
     `folder/start`."""
     if config.policy.path is not None:
-        return Policy.load(config.policy.path, config.policy)
+        return load_policy(config.policy.path, config)
     cached = folder / "start"
 
     def make() -> None:
@@ -78,7 +79,7 @@ def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: boo
 
     ranks.from_main(make)
     # Always through the file, so that a first and a resumed run start from the same numbers, and all processes.
-    return Policy.load(cached, config.policy)
+    return load_policy(cached, config)
 
 
 def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bool = True) -> Trainer:

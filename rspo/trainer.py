@@ -146,7 +146,8 @@ class Trainer:
         mine, group_size = self.ranks.share(num_tasks), self.config.rollout.group_size
 
         def play_mine() -> list[Trajectory]:
-            with episode_bar("playing", len(mine) * group_size, self.books.tracker.progress) as on_turn:
+            bar = episode_bar("playing", len(mine) * group_size, self.books.tracker.progress)
+            with agent.policy.whole(), bar as on_turn:
                 return rollout(
                     self.env,
                     TransformersEngine(agent.policy, self.config.rollout, self.random.sampling),

@@ -21,10 +21,11 @@ from .agent import Agent
 from .batch import Batch
 from .config import Config, OptimizerConfig
 from .critic import score_values, value_loss
-from .distributed import ALONE, Ranks, local
+from .distributed import ALONE, Ranks
 from .models import Policy, score
 from .policy_module import Predictions
 from .rewards import NonFiniteError
+from .sharded_tensors import local
 from .timing import PhaseTimer
 from .trajectory import Trajectory
 
