@@ -101,8 +101,7 @@ class ShardedPolicy(Policy):
         finally:
             for module in sharded:
                 module.reshard()
-                # The outermost one's is needed first in the backward pass.
-                module.set_reshard_after_forward(module is not self.module, recurse=False)
+                module.set_reshard_after_forward(True, recurse=False)
 
     def _shard(self, module: nn.Module) -> None:
         """Shard a model's decoder layers one by one, and the rest of it together."""
@@ -116,7 +115,9 @@ class ShardedPolicy(Policy):
 
     def _shard_one(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         mesh = init_device_mesh(self.device_type, (torch.distributed.get_world_size(),))
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision)
+        # Also the outermost module lets go after each forward pass: what is whole hides its shares from whoever looks
+        # for parameters and their gradients.
+        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         # The losses' divisors are those of all processes: a sum, not a mean.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
