@@ -31,9 +31,15 @@ def load_policy(path: str | Path, config: Config) -> Policy:
     """The policy of a model folder, as `Policy.load`; sharded where the configuration says so."""
     if config.parallel.shard == "none":
         return Policy.load(path, config.policy)
-    # Whole on the CPU, from where each process takes its share.
-    policy = Policy.load(path, replace(config.policy, device="cpu", dtype="float32"))
-    return ShardedPolicy(policy, config.policy)
+    settings = config.policy
+    # Whole on the CPU, from where each process takes its share; not with an attention that only a GPU has.
+    attention = "eager" if settings.attention == "flash_attention_2" else settings.attention
+    packing = "on" if settings.packs else "off"
+    loaded = replace(settings, device="cpu", dtype="float32", attention=attention, packing=packing)
+    policy = Policy.load(path, loaded)
+    if attention != settings.attention:
+        policy.model.set_attn_implementation(settings.attention)
+    return ShardedPolicy(policy, settings)
 
 
 class ShardedPolicy(Policy):
@@ -49,7 +55,7 @@ class ShardedPolicy(Policy):
         vars(self).update(vars(policy))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rounds = self.dtype != torch.float32
-        self.device_type = torch.device(config.device).type
+        self.mesh = init_device_mesh(torch.device(config.device).type, (torch.distributed.get_world_size(),))
         self.template = _without_weights(self.module)
         self._shard(self.module)
 
@@ -114,10 +120,9 @@ class ShardedPolicy(Policy):
         self._shard_one(module, replace(inner, cast_forward_inputs=False))
 
     def _shard_one(self, module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-        mesh = init_device_mesh(self.device_type, (torch.distributed.get_world_size(),))
         # Also the outermost module lets go after each forward pass: what is whole hides its shares from whoever looks
         # for parameters and their gradients.
-        sharded = fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        sharded = fully_shard(module, mesh=self.mesh, mp_policy=precision, reshard_after_forward=True)
         # The losses' divisors are those of all processes: a sum, not a mean.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
