@@ -120,10 +120,7 @@ def _data(env: str, folder: Path, quick: bool) -> str:
 
     count = 24 if quick else GAMES
     games = folder / f"alfworld-games-{count}"
-    if not games.is_dir():
-        partial = games.with_name(f".{games.name}.partial")
-        generate_games(partial, count, progress=True)
-        partial.rename(games)
+    generate_games(games, count, progress=True)
     os.environ[variable] = str(games.resolve())
     return f"{count} generated games"
 

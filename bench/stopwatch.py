@@ -24,7 +24,7 @@ from rspo.agent import Agent
 from rspo.bookkeeping import Bookkeeper
 from rspo.engines import TransformersEngine
 from rspo.models import Policy
-from rspo.policy_module import Predictions
+from rspo.policy_module import PredictionsByLogits
 from rspo.replay import ReplayBuffer
 from rspo.timing import PhaseTimer
 from rspo.trainer import Trainer
@@ -168,8 +168,8 @@ def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]
         ):
             phase(owner, name, label)
         phase(Tensor, "backward", "loss")  # from the loss on backwards, until a gradient arrives at what follows
-        patch(Predictions, "logprobs", functools.partial(_switched_at_gradient, "log-probs"))
-        patch(Predictions, "logits", functools.partial(_switched_at_gradient, "backward"))
+        patch(PredictionsByLogits, "logprobs", functools.partial(_switched_at_gradient, "log-probs"))
+        patch(PredictionsByLogits, "logits", functools.partial(_switched_at_gradient, "backward"))
         patch(Agent, "branch", _branch_apart)
         patch(Bookkeeper, "record", _record_and_cut)
         yield

@@ -1,9 +1,9 @@
 """Checkpoints: everything that a run needs to go on to the same result.
 
-A checkpoint is a folder that transformers can load as it stands (model and tokenizer), plus `optimizer.pt` (tensors
-and plain values, read back with `weights_only=True`), `critic.safetensors` where there is a critic, `state.json`
-(counters and random streams) and, where the replay buffer outlives a loop, `buffer.jsonl`. A folder of that name is
-always complete (`rspo.storage`).
+A checkpoint is a folder that transformers can load as it stands (model and tokenizer; under LoRA the adapter, which
+names its base), plus `optimizer.pt` (tensors and plain values, read back with `weights_only=True`),
+`critic.safetensors` where there is a critic, `state.json` (counters and random streams) and, where the replay buffer
+outlives a loop, `buffer.jsonl`. A folder of that name is always complete (`rspo.storage`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
 from .distributed import ALONE, Ranks
-from .sharded_tensors import assign, gathered
+from .lora import is_adapter
+from .models import Policy
+from .sharded_tensors import gathered
 from .sharding import load_policy
 from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
@@ -45,7 +47,7 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
     state = {**state, "method": agent.config.method, "estimator": agent.config.estimator_name}
     ranks = agent.ranks
     weights = agent.policy.gathered_weights()
-    critic = gathered(agent.critic.state_dict(), ranks.is_main) if agent.critic is not None else None
+    critic = gathered(agent.critic.trained_state(), ranks.is_main) if agent.critic is not None else None
     optimizers = gathered(agent.optimizer_states(), ranks.is_main)
 
     def save() -> None:
@@ -63,15 +65,19 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
     ranks.from_main(save)
 
 
-def load_checkpoint(path: Path, config: Config, has_critic: bool, ranks: Ranks = ALONE) -> Checkpoint:
+def load_checkpoint(
+    path: Path, config: Config, has_critic: bool, base: Policy | None = None, ranks: Ranks = ALONE
+) -> Checkpoint:
     """Read a checkpoint folder; nothing in it is unpickled as code.
 
-    has_critic: whether the method's agents have a critic.  ranks: the processes that the agent is trained by.
+    has_critic: whether the method's agents have a critic.
+    base: what an adapter in it stands on; None: loaded from where the adapter says.
+    ranks: the processes that train the agent.
 
     Raises ConfigError where the folder is incomplete, damaged, or of a run with another method or critic.
     """
     try:
-        return _load(path, config, has_critic, ranks)
+        return _load(path, config, has_critic, base, ranks)
     except ConfigError:
         raise
     except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
@@ -81,13 +87,15 @@ def load_checkpoint(path: Path, config: Config, has_critic: bool, ranks: Ranks =
         ) from error
 
 
-def _load(path: Path, config: Config, has_critic: bool, ranks: Ranks) -> Checkpoint:
+def _load(path: Path, config: Config, has_critic: bool, base: Policy | None, ranks: Ranks) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    agent = Agent(load_policy(path, config), config, has_critic, ranks)
+    base = base if is_adapter(path) else None
+    policy = load_policy(path, config) if base is None else base.with_adapter_of(path)
+    agent = Agent(policy, config, has_critic, ranks=ranks)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.
@@ -112,7 +120,7 @@ def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: b
 def _load_critic(path: Path, critic: Critic, config: Config) -> None:
     """Raises ConfigError that names the weights which do not fit."""
     saved = load_file(path / "critic.safetensors")
-    wanted = critic.state_dict()
+    wanted = critic.trained_state()
     shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
     wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]
     if wrong:
@@ -120,8 +128,7 @@ def _load_critic(path: Path, critic: Critic, config: Config) -> None:
             f"the critic in {path} is not one with critic.backbone={config.critic.backbone!r}: {'; '.join(wrong[:3])}"
             + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         )
-    for name, weight in wanted.items():
-        assign(weight, saved[name])
+    critic.load_trained_state(saved)
 
 
 def _shape(weight: Tensor | None) -> str:

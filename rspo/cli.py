@@ -1,4 +1,4 @@
-"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
+"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
-from .collect import TRAJECTORIES_FILE, collect, expert_of, load_trajectories
+from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset
 from .distributed import leave
+from .engines import expert_of
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
 from .envs.webshop import commands as webshop_commands
@@ -27,8 +28,17 @@ from .play import Game, choose_task, play_game
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, check_split, how_to_go_on, open_run, set_threads, trained_policy
-from .storage import StorageError, writing
+from .runs import (
+    CONFIG_FILE,
+    build_env,
+    check_split,
+    how_to_go_on,
+    latest_checkpoint,
+    open_run,
+    set_threads,
+    trained_policy,
+)
+from .storage import StorageError, new_folder, writing
 from .summary import summary_table
 from .warmup import fresh_policy
 
@@ -105,6 +115,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write a model for use elsewhere",
+        description="Write the latest checkpoint of a run, or an adapter or model folder, as a whole model that"
+        " transformers loads, without what only training needs. A LoRA adapter is merged into its base.",
+    )
+    export.add_argument("path", type=Path, help="run folder, checkpoint, adapter or model folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the model")
+    _add_settings(export, training=False)
+    export.set_defaults(command=_export)
 
     _add_collect(commands)
     _add_reward_model(commands)
@@ -298,15 +319,31 @@ def _train(parsed: argparse.Namespace) -> None:
     print(f"{summary_table([folder])}\n\nrun folder: {folder}")
 
 
-def _eval(parsed: argparse.Namespace) -> None:
+def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
+    """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
     # A checkpoint lies two folders below the settings it was made with.
     stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
     config = _settings(parsed, load_config(stored) if stored.is_file() else None)
+    return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
+    if parsed.out.exists():
+        raise ConfigError(f"{parsed.out} exists; choose another --out")
+    policy = Policy.load(model, config.policy)
+    with new_folder(parsed.out) as folder:
+        policy.save_whole(folder)
+    print(f"{parsed.out}: the model of {model}")
+
+
+def _eval(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
     set_threads(config)
-    policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
+    policy = Policy.load(model, config.policy)
     with closing(build_env(config)) as env:
         check_split(env, config)
         evaluation = evaluate(policy, env, config, progress=True)
@@ -329,7 +366,7 @@ def _collect(parsed: argparse.Namespace) -> None:
     elif config.policy.path is not None:
         policy = Policy.load(config.policy.path, config.policy)
     else:
-        expert_of(env)
+        expert_of(env, NO_EXPERT)
         policy = fresh_policy(env, config)
     try:
         summary = collect(

@@ -11,9 +11,8 @@ import torch
 from tqdm import tqdm
 
 from .config import Config, ConfigError
-from .engines import Engine, Scripted, ScriptedEngine, TransformersEngine
+from .engines import Engine, ScriptedEngine, TransformersEngine, expert_of
 from .envs.base import BatchedEnv
-from .envs.workers import WorkerEnv
 from .layouts import make_layout
 from .models import Policy
 from .randomness import named_generator, named_seed
@@ -22,6 +21,7 @@ from .storage import writing
 from .trajectory import Trajectory, intact, trajectory_from_json, trajectory_to_json
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
+NO_EXPERT = "without --expert, --policy or --run say who acts"
 
 
 def collect(
@@ -47,7 +47,7 @@ def collect(
     Raises ConfigError where the file is there and `resume` is not given, or the environment has no expert.
     """
     if expert_rate is not None:
-        expert_of(env)
+        expert_of(env, NO_EXPERT)
     path = folder / TRAJECTORIES_FILE
     if path.exists() and not resume:
         raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
@@ -80,7 +80,7 @@ def _play(
     rng = named_generator(config.run.seed, f"collect {first}")
     engine: Engine
     if expert_rate is not None:
-        engine = ScriptedEngine(expert_of(env), policy, config.rollout, expert_rate, rng)
+        engine = ScriptedEngine(expert_of(env, NO_EXPERT), policy, config.rollout, expert_rate, rng)
     else:
         generator = torch.Generator(policy.device)
         generator.manual_seed(named_seed(config.run.seed, f"collect {first} sampling"))
@@ -94,14 +94,6 @@ def _play(
     for number, trajectory in enumerate(kept, start=first):
         trajectory.group = number
     return kept
-
-
-def expert_of(env: BatchedEnv) -> Scripted:
-    """The environment as one with an expert. Raises ConfigError where it has none."""
-    if not isinstance(env, Scripted):
-        hint = "; set env.workers to 0" if isinstance(env, WorkerEnv) else "; give --policy or --run"
-        raise ConfigError(f"--expert: {type(env).__name__} has no scripted expert{hint}")
-    return env
 
 
 class Summary:

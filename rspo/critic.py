@@ -6,17 +6,21 @@ import torch
 from torch import Tensor, nn
 
 from .batch import Batch
-from .config import CriticConfig
+from .config import AdapterConfig, CriticConfig
 from .distributed import ALONE, Ranks, of_tokens
+from .lora import add_adapter
 from .models import Policy
 from .policy_module import run_body
+from .sharded_tensors import assign
+from .sharing import copy_module, frozen_view
 
 
 class Critic(nn.Module):
     """A linear head, which starts at 0, on the hidden states of a body of its own or of the policy's.
 
     Args:
-        policy: the policy whose states are valued; a body of its own starts as a copy of this one's.
+        policy: the policy whose states are valued; a body of its own starts as a copy of this one's. Where that is an
+            adapter on a frozen base, so is the copy, on the same base.
         config: `backbone` says which.
     """
 
@@ -27,6 +31,24 @@ class Critic(nn.Module):
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         self.head = policy.place(head)
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Critic:
+        """A critic that begins as this one, with a head of its own; a body is a fresh adapter over this one's body."""
+        twin = frozen_view(self)
+        twin.head = copy_module(self.head)
+        if twin.body is not None:
+            add_adapter(twin.body, settings, seed)
+        return twin
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """The part of `state_dict` that is the critic's own: all but a frozen base."""
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return {name: value for name, value in self.state_dict().items() if name not in frozen}
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+        for name, weight in self.trained_state().items():
+            assign(weight, state[name])
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""

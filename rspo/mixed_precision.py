@@ -52,6 +52,11 @@ class MasterAdamW:
     def step(self) -> None:
         """A step of the masters, which the parameters follow."""
         self.optimizer.step()
+        self.follow_masters()
+
+    @torch.no_grad()
+    def follow_masters(self) -> None:
+        """Bring the masters' values to the parameters."""
         for parameter, master in self.copies:
             parameter.copy_(master)
 
@@ -76,8 +81,7 @@ class MasterAdamW:
         """Only the weights of a `state_dict`, for an optimiser that begins anew."""
         for master, saved in zip(self._saved_masters, state["masters"], strict=True):
             assign(master, saved)
-        for parameter, master in self.copies:
-            parameter.copy_(master)
+        self.follow_masters()
 
     @property
     def _saved_masters(self) -> list[nn.Parameter]:

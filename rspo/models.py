@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,12 +11,16 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .batch import Batch
-from .config import ConfigError, PolicyConfig
+from .config import AdapterConfig, ConfigError, PolicyConfig
 from .distributed import ALONE, Ranks, of_tokens
+from .gradient_checkpointing import recompute_layers
+from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
+from .model_checks import check_attention_caps, check_attention_device, check_loaded
 from .policy_module import PolicyModule
+from .sharing import copy_module, frozen_view
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -33,43 +36,81 @@ class Policy:
         model: any transformers causal LM.
         tokenizer: its tokenizer. Where that has a chat template, a prompt is one user message.
         packs: forward passes over a batch run without padding.
+        fused: as `PolicyConfig.fused`.
+        chat: a chat template is used where there is one.
 
     `rounds`: float32 weights are rounded to compute with them, and in files.
     `module` is the model with all that training computes of it; forward passes over batches go through it alone.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, packs: bool = False) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        packs: bool = False,
+        fused: str = "auto",
+        chat: bool = True,
+    ) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.packs = packs
+        self.packs, self.fused, self.chat = packs, fused, chat
         self.rounds = False
-        self.module = PolicyModule(self.model, packs)
+        self.module = PolicyModule(self.model, packs, fused)
         self.cache_argument = _cache_argument(model)
 
     @classmethod
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
-        is no model."""
+        """A model folder written by `save` or by transformers; code in it is never run. An adapter's folder makes the
+        base that it names with the adapter on it. Raises ConfigError where there is no model, none that can do what
+        the configuration asks of it, or not the adapter's base."""
+        if is_adapter(path):
+            return cls._load_base(Path(path), config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
             raise ConfigError(
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
             )
+        check_attention_device(config)
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
+            check_attention_caps(AutoConfig.from_pretrained(str(path), **options), config.attention)
             tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
             model = AutoModelForCausalLM.from_pretrained(
                 str(path), dtype=getattr(torch, config.dtype), attn_implementation=config.attention, **options
             )
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
-            raise ConfigError(f"no causal LM that transformers can load is at {str(path)!r}: {error}") from error
-        return cls(model.to(config.device), tokenizer, config.packs)
+            raise ConfigError(
+                f"no causal LM that transformers can load is at {str(path)!r} (with"
+                f" policy.attention={config.attention!r}): {error}"
+            ) from error
+        check_loaded(model, tokenizer, config)
+        if config.gradient_checkpointing:
+            recompute_layers(model)
+        return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off")
+
+    @classmethod
+    def _load_base(cls, adapter: Path, config: PolicyConfig) -> Policy:
+        try:
+            return cls.load(base_path(adapter), config)
+        except ConfigError as error:
+            raise ConfigError(f"the base of the LoRA adapter in {adapter} cannot be loaded: {error}") from error
 
     def save(self, path: str | Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors).
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
+        adapter only the adapter, as peft writes it.
 
         weights: `gathered_weights`.
         """
-        self.model.save_pretrained(str(path), safe_serialization=True)
+        if has_adapter(self.model):
+            save_adapter(self.model, Path(path))
+        else:
+            self.model.save_pretrained(str(path), safe_serialization=True)
+        self.tokenizer.save_pretrained(str(path))
+
+    def save_whole(self, path: str | Path) -> None:
+        """As `save`, but an adapter is merged into its base, which needs no peft to be loaded."""
+        self.model.save_pretrained(str(path), state_dict=merged_weights(self.model), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
 
     def gathered_weights(self) -> dict[str, Tensor] | None:
@@ -82,16 +123,34 @@ class Policy:
         yield
 
     def copy_body(self) -> nn.Module:
-        """The model without its head, with weights of its own."""
-        return copy.deepcopy(self.model.base_model)
+        """The model without its head, with trained weights of its own; a frozen base is shared."""
+        return copy_module(self.model.base_model)
 
     def place(self, module: Module) -> Module:
         """A module that is trained beside the model, on its device; it is float32."""
         return module.to(self.device)
 
     def copy(self) -> Policy:
-        """A policy with weights of its own; the tokenizer is shared."""
-        return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs)
+        """A policy with trained weights of its own; a frozen base and the tokenizer are shared."""
+        return self._with(copy_module(self.model))
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Policy:
+        """A fresh LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError for
+        targets that the model does not have."""
+        model = frozen_view(self.model)
+        add_adapter(model, settings, seed)
+        return self._with(model)
+
+    def with_adapter_of(self, path: str | Path) -> Policy:
+        """A saved LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError where
+        this is not the adapter's base."""
+        model = frozen_view(self.model)
+        load_adapter(model, Path(path))
+        return self._with(model)
+
+    def _with(self, model: PreTrainedModel) -> Policy:
+        """A policy like this one, with another model."""
+        return Policy(model, self.tokenizer, self.packs, self.fused, self.chat)
 
     @property
     def device(self) -> torch.device:
@@ -113,9 +172,13 @@ class Policy:
             return ()
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
 
+    @property
+    def _has_template(self) -> bool:
+        return self.chat and self.tokenizer.chat_template is not None
+
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
-        if self.tokenizer.chat_template is None:
+        if not self._has_template:
             return self._ids(prompts, prompts, add_special_tokens=True)
         return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
 
@@ -125,7 +188,7 @@ class Policy:
 
         Raises ConfigError where what follows a response cannot be told from the template.
         """
-        if self.tokenizer.chat_template is None:
+        if not self._has_template:
             return self._ids(replies, replies)
         texts = []
         for reply in replies:

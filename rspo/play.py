@@ -11,9 +11,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from .config import ConfigError
-from .engines import Scripted
+from .engines import expert_of
 from .envs.base import BatchedEnv, Info, PromptContext
-from .envs.workers import WorkerEnv
 
 HELP = """Type an action as the environment takes it, or a whole response with its tags. Also:
   :actions   what can be done now
@@ -95,7 +94,7 @@ class Game:
 
     def expert_action(self) -> str:
         """What the expert would do now. Raises ConfigError where the environment has none."""
-        return scripted(self.env).expert_actions()[0]
+        return expert_of(self.env).expert_actions()[0]
 
     def state(self) -> dict[str, Any]:
         """Everything that is to be seen now, as JSON takes it."""
@@ -110,14 +109,6 @@ class Game:
             "won": bool(self.info["won"]),
             "score": float(self.info["task_score"]),
         }
-
-
-def scripted(env: BatchedEnv) -> Scripted:
-    """The environment as one with an expert. Raises ConfigError where it has none."""
-    if not isinstance(env, Scripted):
-        hint = "; set env.workers to 0" if isinstance(env, WorkerEnv) else ""
-        raise ConfigError(f"{type(env).__name__} has no expert{hint}")
-    return env
 
 
 def choose_task(env: BatchedEnv, split: str, number: int | None, seed: int) -> tuple[int, Any, int]:
@@ -152,7 +143,7 @@ def play_game(
     """
     source, out = source or sys.stdin, out or sys.stdout
     if expert:
-        scripted(game.env)
+        expert_of(game.env)
     screen: Screen = JsonScreen(source, out) if as_json else TextScreen(source, out)
     if not expert:
         screen.greet()

@@ -6,66 +6,148 @@ after the body's. Whatever reads predictions, a loss above all, therefore runs i
 
 from __future__ import annotations
 
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rspo_kernels import PolicyLossConfig, Segments, policy_loss, token_logprobs
+from rspo_kernels import (
+    PolicyLossConfig,
+    Segments,
+    linear_policy_loss,
+    linear_token_logprobs,
+    policy_loss,
+    token_logprobs,
+)
 
 from .batch import Batch
+from .heads import Head, UnknownHeadError, body_of, find_head
+from .sections import ConfigError
+
+LARGE_VOCABULARY = 8192
 
 Read = TypeVar("Read")
 
 
-class Predictions:
-    """What a policy says of a batch's N response tokens, by their logits.
+class Predictions(ABC):
+    """What a policy says of a batch's N response tokens. Its two kinds give the same numbers, up to rounding.
 
     Args:
         batch: whose tokens.
-        make_logits: gives the logits [N, V], when they are first asked for.
-        hidden: the last hidden states [N, H] that they are made of, or None.
+        hidden: the last hidden states [N, H] that predict them; None where nothing needs them.
     """
 
-    def __init__(self, batch: Batch, make_logits: Callable[[], Tensor], hidden: Tensor | None) -> None:
+    def __init__(self, batch: Batch, hidden: Tensor | None) -> None:
         self.batch = batch
         self.hidden = hidden
+
+    @abstractmethod
+    def logits(self) -> Tensor:
+        """[N, V], with a graph where grad is enabled."""
+
+    @abstractmethod
+    def logprobs(self, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float32 [N] each, with a graph where grad is enabled."""
+
+    @abstractmethod
+    def policy_loss(
+        self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss (0-d, with a graph) and statistics of the tokens in `mask`, bool [N], as `rspo_kernels.policy_loss`
+        gives them."""
+
+    def _loss_inputs(self, mask: Tensor, normalizer: float, segments: Segments) -> dict[str, Any]:
+        """What any loss is given of the batch besides its advantages."""
+        return {
+            "mask": mask,
+            "normalizer": normalizer,
+            "old_logp": self.batch.old_logp,
+            "behavior_logp": self.batch.behavior_logp,
+            "ref_logp": self.batch.ref_logp,
+            "segments": segments,
+        }
+
+
+class PredictionsByLogits(Predictions):
+    """Predictions for which the logits are made in full.
+
+    make_logits: gives them, when they are first asked for.
+    """
+
+    def __init__(self, batch: Batch, hidden: Tensor | None, make_logits: Callable[[], Tensor]) -> None:
+        super().__init__(batch, hidden)
         self._make_logits = make_logits
         self._logits: Tensor | None = None
         self._scored: tuple[float, tuple[Tensor, Tensor]] | None = None
 
     def logits(self) -> Tensor:
-        """[N, V], with a graph where grad is enabled."""
         if self._logits is None:
             self._logits = self._make_logits()
         return self._logits
 
     def logprobs(self, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies, float32 [N] each, with a graph where grad is enabled."""
         scored = token_logprobs(self.logits(), self.batch.targets, temperature=temperature, with_entropy=True)
         return cast(tuple[Tensor, Tensor], scored)
 
     def policy_loss(
         self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss (0-d, with a graph) and statistics of the tokens in `mask`, bool [N], as `rspo_kernels.policy_loss`
-        gives them."""
         if self._scored is None or self._scored[0] != temperature:  # once for all parts of a mixture
             self._scored = temperature, self.logprobs(temperature)
         logp, entropy = self._scored[1]
         return policy_loss(
             logp,
             self.batch.advantages,
-            mask=mask,
-            normalizer=normalizer,
-            old_logp=self.batch.old_logp,
-            behavior_logp=self.batch.behavior_logp,
-            ref_logp=self.batch.ref_logp,
             entropy=entropy if config.entropy_coef != 0 else entropy.detach(),  # else a statistic only
-            segments=segments,
             config=config,
+            **self._loss_inputs(mask, normalizer, segments),
+        )
+
+
+class FusedPredictions(Predictions):
+    """Predictions straight from hidden states: the logits exist for a few tokens at a time, those of masked tokens
+    never."""
+
+    def __init__(self, batch: Batch, hidden: Tensor, head: Head) -> None:
+        super().__init__(batch, hidden)
+        self._head = head
+        self._states = hidden
+        self._transform: dict[str, Any] = {"bias": head.bias, "softcap": head.softcap, "logit_scale": head.logit_scale}
+
+    def logits(self) -> Tensor:
+        return self._head.logits(self._states)
+
+    def logprobs(self, temperature: float) -> tuple[Tensor, Tensor]:
+        scored = linear_token_logprobs(
+            self._states,
+            self._head.weight,
+            self.batch.targets,
+            temperature=temperature,
+            with_entropy=True,
+            **self._transform,
+        )
+        return cast(tuple[Tensor, Tensor], scored)
+
+    def policy_loss(
+        self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        return linear_policy_loss(
+            self._states,
+            self._head.weight,
+            self.batch.targets,
+            self.batch.advantages,
+            temperature=temperature,
+            # Metrics are over all tokens, whichever way the loss is computed. Tokens without an advantage cost a third
+            # of the others for that.
+            with_entropy=True,
+            exact_stats=True,
+            config=config,
+            **self._transform,
+            **self._loss_inputs(mask, normalizer, segments),
         )
 
 
@@ -75,13 +157,18 @@ class PolicyModule(nn.Module):
     Args:
         model: the transformers model; its parameters are called `model....` here.
         packs: forward passes over a batch run without padding.
+        fused: as `PolicyConfig.fused`. Raises ConfigError where it is "on" and cannot be.
+
+    Attributes:
+        head: what makes logits of hidden states; None where that is not known, and the model makes them itself.
+        fused: log-probs and losses come from hidden states.
     """
 
-    def __init__(self, model: PreTrainedModel, packs: bool) -> None:
+    def __init__(self, model: PreTrainedModel, packs: bool, fused: str = "auto") -> None:
         super().__init__()
         self.model = model
         self.packs = packs
-        self.head_is_plain = _head_is_plain(model)
+        self.head, self.fused = choose_head(model, fused)
 
     def forward(self, batch: Batch, read: Callable[[Predictions], Read], with_hidden: bool = False) -> Read:
         """read(predictions) of the batch's response tokens.
@@ -91,13 +178,38 @@ class PolicyModule(nn.Module):
             read: returns tensors, or tuples and dicts of them, so that FSDP sees what gradients come back to.
             with_hidden: `predictions.hidden` is asked for.
         """
-        if self.head_is_plain:
-            hidden = run_body(self.model.base_model, batch, self.packs)
-            return read(Predictions(batch, lambda: self.model.get_output_embeddings()(hidden), hidden))
-        inputs, positions = _forward_inputs(batch, self.packs)
-        output = self.model(**inputs, use_cache=False, output_hidden_states=with_hidden)
-        last = output.hidden_states[-1].flatten(0, 1)[positions] if with_hidden else None
-        return read(Predictions(batch, lambda: output.logits.flatten(0, 1)[positions], last))
+        return read(self._predictions(batch, with_hidden))
+
+    def _predictions(self, batch: Batch, with_hidden: bool) -> Predictions:
+        head = self.head
+        if head is None:
+            inputs, positions = _forward_inputs(batch, self.packs)
+            output = self.model(**inputs, use_cache=False, output_hidden_states=with_hidden)
+            last = output.hidden_states[-1].flatten(0, 1)[positions] if with_hidden else None
+            return PredictionsByLogits(batch, last, lambda: output.logits.flatten(0, 1)[positions])
+        hidden = run_body(body_of(self.model), batch, self.packs)
+        if self.fused:
+            return FusedPredictions(batch, hidden, head)
+        return PredictionsByLogits(batch, hidden, lambda: head.logits(hidden))
+
+
+def choose_head(model: PreTrainedModel, fused: str) -> tuple[Head | None, bool]:
+    """A model's head, where it is understood, and whether losses come from hidden states.
+
+    fused: "auto" is "on" from a vocabulary of `LARGE_VOCABULARY` on: logits of a small one cost little.
+
+    Raises ConfigError for "on" and a head that is not understood; warns where "auto" would have been "on".
+    """
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    wanted = fused == "on" or (fused == "auto" and vocab_size >= LARGE_VOCABULARY)
+    try:
+        return find_head(model), wanted
+    except UnknownHeadError as error:
+        if fused == "on":
+            raise ConfigError(f"policy.fused must be 'auto' or 'off' for this model: {error}") from error
+        if wanted:
+            warnings.warn(f"logits of all {vocab_size} words are made for every token: {error}", stacklevel=2)
+        return None, False
 
 
 def run_body(body: nn.Module, batch: Batch, packs: bool) -> Tensor:
@@ -124,18 +236,3 @@ def _forward_inputs(batch: Batch, packs: bool) -> tuple[dict[str, Tensor], Tenso
     starts = torch.cumsum(lengths, 0) - lengths
     inputs = {"input_ids": distinct[real].unsqueeze(0), "position_ids": columns[real].unsqueeze(0)}
     return inputs, starts[rows] + batch.token_column
-
-
-@torch.inference_mode()
-def _head_is_plain(model: PreTrainedModel) -> bool:
-    """Whether logits are just the output embeddings of the last hidden state: some models scale or cap them.
-
-    Bit for bit, because a cap changes small logits by little; a wrong "no" only costs time.
-    """
-    head = model.get_output_embeddings()
-    if head is None or model.base_model is model:
-        return False
-    probe = torch.arange(8, device=model.device).unsqueeze(0)
-    hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
-    expected = model(input_ids=probe, use_cache=False).logits
-    return torch.equal(head(hidden).float(), expected.float())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class RewardModel:
         """
         path = Path(path)
         settings = read_settings(path)
+        # What is asked of the policy's head and template is not asked of this model.
+        config = replace(config, fused="off", chat="auto")
         model = cls(Policy.load(path, config), settings["head_width"], settings["max_tokens"])
         try:
             model.head.load_state_dict(load_file(path / HEAD_FILE, device=str(model.policy.device)))

@@ -19,7 +19,10 @@ from .distributed import ALONE, Ranks, join, placed
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
+from .lora import require_peft, require_whole_model
+from .model_checks import check_run
 from .models import Policy
+from .randomness import named_seed
 from .reporters import find_reporters
 from .rewards import training_rewards
 from .sharding import load_policy
@@ -31,8 +34,8 @@ from .warmup import warm_up
 CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
-    "policy.device", "policy.attention", "policy.packing", "policy.allow_download", "rollout.max_batch", "warmup.",
-    "reward_model.",
+    "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
+    "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -68,6 +71,7 @@ def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: boo
     """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
     `folder/start`."""
     if config.policy.path is not None:
+        require_whole_model(config.policy.path, "policy.path")
         return load_policy(config.policy.path, config)
     cached = folder / "start"
 
@@ -100,23 +104,27 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
     reporters = find_reporters(config.run.report_to)
+    if config.lora.rank > 0:
+        require_peft(f"lora.rank={config.lora.rank}")
     ranks.from_main(lambda: _prepare(folder))
-    policy = start_policy(config, env, folder, progress=progress, ranks=ranks)
+    start = start_policy(config, env, folder, progress=progress, ranks=ranks)
+    with start.whole():
+        check_run(start, config)
     checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints")) if resume else []
-    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic, ranks) if checkpoints else None
+    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic, start, ranks) if checkpoints else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
-    reference = policy.copy() if config.loss.kl_coef > 0 else None
+    policy, reference = _policy_and_reference(start, config)
     ranks.from_main(lambda: save_config(given, folder / CONFIG_FILE))
     tracker = (
         Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
         if ranks.is_main
         else Onlooker(folder)
     )
-    agent = Agent(policy, config, estimator.needs_critic, ranks)
+    agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
     trainer = Trainer(config, folder, env, agent, reference, tracker)
     if checkpoint:
         trainer.load(checkpoint)
@@ -140,13 +148,28 @@ def _prepare(folder: Path) -> None:
     tidy(folder / "checkpoints")
 
 
+def _policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
+    """Agent A's policy and, where a KL term asks for it, the frozen start policy. Under LoRA the start policy is the
+    base of the one and the other itself."""
+    pulls = config.loss.kl_coef > 0
+    if config.adapts_both:
+        policy = start.adapted(config.lora, named_seed(config.run.seed, "adapter"))
+        return policy, start if pulls else None
+    if config.lora.rank > 0:
+        start.adapted(config.lora, 0)  # what agent B cannot be is said now, and not in the first loop
+    return start, start.copy() if pulls else None
+
+
 def _check_resumable(config: Config, folder: Path) -> None:
     """A run goes on as what it is; what `MAY_CHANGE` names may change."""
     before, now = (flat_settings(c) for c in (load_config(folder / CONFIG_FILE), config))
     for name, old in before.items():
         may_change = name != "run.seed" and name.startswith(MAY_CHANGE)
         if name == "policy.path":
-            may_change = config.loss.kl_coef == 0  # only the reference still comes from there
+            # Only the reference still comes from there, or the base of an adapter, which knows it by its fingerprint.
+            may_change = config.loss.kl_coef == 0 or config.adapts_both
+        if name == "swap.copy":
+            may_change = "adapter" not in (old, now[name])  # the others differ in where things lie
         if old != now[name] and not may_change:
             raise ConfigError(
                 f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {now[name]!r}"
@@ -169,9 +192,14 @@ def _check_device(config: Config) -> None:
         raise ConfigError(f"policy.device={config.policy.device!r} cannot be used here: {error}") from error
 
 
-def trained_policy(folder: Path, config: Config) -> Policy:
-    """The policy of a run's latest checkpoint. Raises ConfigError where there is none."""
+def latest_checkpoint(folder: Path) -> Path:
+    """The latest checkpoint of a run, a folder that `Policy.load` takes. Raises ConfigError where there is none."""
     checkpoints = list_checkpoints(folder / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{folder} has no checkpoints yet")
-    return Policy.load(checkpoints[-1], config.policy)
+    return checkpoints[-1]
+
+
+def trained_policy(folder: Path, config: Config) -> Policy:
+    """The policy of a run's latest checkpoint. Raises ConfigError where there is none."""
+    return Policy.load(latest_checkpoint(folder), config.policy)

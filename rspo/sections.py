@@ -23,6 +23,7 @@ TARGETS = ("task_score", "won")
 LEARNED_REWARD_SCALE = 10.0
 SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+COPIES = ("device", "offload", "adapter")
 DTYPES = ("float32", "bfloat16", "float16")
 SHARDS = ("none", "fsdp")
 REPORTERS = ("tensorboard",)
@@ -67,7 +68,19 @@ class PolicyConfig:
     the environment's scripted expert."""
     dtype: str = "float32"
     attention: str = "sdpa"
+    """"sdpa" (PyTorch's own), "eager" (plain, slow; for models that cap their attention scores, such as Gemma 2), or
+    "flash_attention_2" (the extra rspo[flash], on a GPU in bfloat16 or float16)."""
     device: str = "cpu"
+    fused: str = "auto"
+    """Log-probs and losses straight from hidden states, so that the logits of all words never exist at once: "on",
+    "off", or "auto": from a vocabulary of 8192 words on, where the model's head is a linear layer with a scale or a cap
+    at most (`rspo.heads`). It changes results by no more than rounding."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of a model's layers for the backward pass, and compute each layer a second time in it: less
+    memory for a third more work, and the same gradients."""
+    chat: str = "auto"
+    """A prompt is a user's message in the tokenizer's chat template: "auto": where there is a template; "on": one must
+    be there in the tokenizer at `path`; "off": never."""
     packing: str = "auto"
     """Forward passes over rows packed end to end, without padding: "on", "off", or "auto": with flash_attention_2,
     whose kernels skip what lies between rows. The other attentions compute and mask it, and are faster padded."""
@@ -77,12 +90,49 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         one_of("policy.dtype", self.dtype, DTYPES)
         one_of("policy.attention", self.attention, ATTENTION)
-        one_of("policy.packing", self.packing, SWITCHES)
+        for name in ("packing", "fused", "chat"):
+            one_of(f"policy.{name}", getattr(self, name), SWITCHES)
 
     @property
     def packs(self) -> bool:
         """Whether forward passes are packed."""
         return self.packing == "on" or (self.packing == "auto" and self.attention == "flash_attention_2")
+
+    @property
+    def needs_template(self) -> bool:
+        """Whether the tokenizer must have a chat template; that of the small model from scratch never has one."""
+        return self.chat == "on" and self.path is not None
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA through peft: small trained matrices on frozen weights, of both agents, or with `swap.copy="adapter"` of
+    agent B alone."""
+
+    rank: int = 0
+    """Of the matrices; 0: no adapters."""
+    alpha: int | None = None
+    """The matrices' product is scaled by alpha / rank. None: twice the rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter: "all-linear", all of them but the head, or ends of their names, as "q_proj".
+    """
+    learning_rate: float | None = None
+    """Of adapters, in place of `optimizer.learning_rate` (None): what suits them is ten times and more of what suits
+    full fine-tuning."""
+
+    def __post_init__(self) -> None:
+        at_least("lora.rank", self.rank, 0)
+        if self.alpha is not None:
+            at_least("lora.alpha", self.alpha, 1)
+        if not self.targets:
+            raise ConfigError("lora.targets must name at least one kind of layer, got ()")
+        if self.learning_rate is not None:
+            at_least("lora.learning_rate", self.learning_rate, 0)
+
+    @property
+    def scale_numerator(self) -> int:
+        """`alpha`, or what stands for it."""
+        return 2 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True)
@@ -328,6 +378,11 @@ class SwapConfig:
     """Replay fewer trajectories rather than unsuccessful ones."""
     fresh_optimizer: bool = False
     """B starts with a new optimiser instead of a copy of A's state."""
+    copy: str = "device"
+    """What agent B is. "device": a copy of A's trained weights and optimiser state beside A's own. "offload": the same,
+    in A's place, while A's wait in CPU memory. "adapter": a LoRA adapter (section `lora`) on A's weights, which are
+    fully trained but stand still while B acts and learns; its optimiser is new. Under `lora.rank` > 0 with "device"
+    both agents are adapters on one frozen base."""
     ignore_behavior: bool = False
     """Treat replayed tokens as if A had written them: ratio to π_old and clip centre 1, whoever sampled them."""
     mixture: str = "two-means"
@@ -343,6 +398,7 @@ class SwapConfig:
         one_of("swap.sampling", self.sampling, SAMPLING)
         one_of("swap.unit", self.unit, UNITS)
         one_of("swap.mixture", self.mixture, MIXTURES)
+        one_of("swap.copy", self.copy, COPIES)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .batch import Batch
 from .config import Config, PolicyConfig
+from .model_checks import check_attention_device
 from .models import Module, Policy
 from .sharded_tensors import gathered
 
@@ -32,6 +33,7 @@ def load_policy(path: str | Path, config: Config) -> Policy:
     if config.parallel.shard == "none":
         return Policy.load(path, config.policy)
     settings = config.policy
+    check_attention_device(settings)
     # Whole on the CPU, from where each process takes its share; not with an attention that only a GPU has.
     attention = "eager" if settings.attention == "flash_attention_2" else settings.attention
     packing = "on" if settings.packs else "off"

@@ -77,7 +77,7 @@ def small_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention)
-    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), fast, config.packs)
+    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), fast, config.packs, config.fused)
 
 
 def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from .batch import Batch
 from .config import Config, ConfigError
-from .engines import Scripted, ScriptedEngine
+from .engines import ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
 from .evaluate import play
 from .layouts import make_layout
@@ -141,10 +141,7 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int |
     """`count` (or `warmup.trajectories`) episodes on training tasks in which a step is the expert's with probability
     `warmup.expert_rate`. Raises ConfigError for an environment without an expert."""
     settings = config.warmup
-    if not isinstance(env, Scripted):
-        raise ConfigError(
-            f"{type(env).__name__} has no scripted expert to warm up a policy with; set policy.path to a model folder"
-        )
+    expert = expert_of(env, "to start from another policy, set policy.path to a model folder")
     count = settings.trajectories if count is None else count
     rng = named_generator(config.run.seed, "demonstrations")
     tasks = env.tasks("train")
@@ -152,7 +149,7 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int |
     seeds = rng.integers(2**31, size=count).tolist()
     return rollout(
         env,
-        ScriptedEngine(env, policy, config.rollout, settings.expert_rate, rng),
+        ScriptedEngine(expert, policy, config.rollout, settings.expert_rate, rng),
         make_layout(config.env.layout, policy, env),
         chosen,
         seeds,

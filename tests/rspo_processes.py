@@ -72,7 +72,7 @@ def trajectories_of(config: Config) -> list[Trajectory]:
 def started(config: Config, start: Path, ranks: Ranks = ALONE) -> Agent:
     """An agent at the start policy."""
     policy = load_policy(start / (config.policy.path or "tied"), config)
-    return Agent(policy, config, make_estimator(config.estimator_name, config.estimator).needs_critic, ranks)
+    return Agent(policy, config, make_estimator(config.estimator_name, config.estimator).needs_critic, ranks=ranks)
 
 
 def updated(config: Config, start: Path, ranks: Ranks = ALONE) -> tuple[Agent, dict[str, float]]:
@@ -111,7 +111,7 @@ def do_updates(start: Path, answer: dict[str, Any]) -> None:
                 continue
             saved, has_critic = start / f"saved-{name}-{shard}", agent.critic is not None
             save_checkpoint(saved, agent, {"step": 0})
-            again = load_checkpoint(saved, agent.config, has_critic, ranks).agent
+            again = load_checkpoint(saved, agent.config, has_critic, ranks=ranks).agent
             before, now = weights_of(agent), weights_of(again)
             answer[f"loaded/{name}/{shard}"] = all(torch.equal(before[key], now[key]) for key in before)
             twin = agent.branch()
@@ -119,7 +119,7 @@ def do_updates(start: Path, answer: dict[str, Any]) -> None:
             trained(twin, start)
             trained(agent, start)
             answer[f"trained/{name}/{shard}"] = (weights_of(agent), weights_of(twin))
-            alone = load_checkpoint(start / f"alone-{name}", agent.config, has_critic, ranks).agent
+            alone = load_checkpoint(start / f"alone-{name}", agent.config, has_critic, ranks=ranks).agent
             trained(alone, start)
             answer[f"from-alone/{name}/{shard}"] = weights_of(alone)
 
@@ -157,7 +157,7 @@ def do_rest(start: Path, answer: dict[str, Any]) -> None:
 
 def do_agent(shard: str, start: Path, answer: dict[str, Any]) -> None:
     """An update that fails, generation of which each process has another amount to do, and an update after that."""
-    config = case_config("replay", f"parallel.shard={shard}")
+    config = case_config("replay", "optimizer.minibatches=1", f"parallel.shard={shard}")
     agent = started(config, start, ProcessRanks(in_step=shard == "fsdp"))
     trajectories = trajectories_of(config)
     batch = prepare(agent, Batch.from_trajectories(trajectories), trajectories, config, None)

@@ -15,7 +15,7 @@ from alfworld_games import COUNT, SEED, generated_games, needs_alfworld, officia
 from rspo.envs.alfworld import AlfworldEnv, generator
 from rspo.envs.alfworld.commands import add_commands
 from rspo.envs.alfworld.games import TASK_TYPES, read_game
-from rspo.envs.alfworld.generator import generate_games
+from rspo.envs.alfworld.generator import SETTINGS_FILE, generate_games
 from rspo.envs.alfworld.plain import PlainGame
 from rspo.envs.alfworld.rooms import furnish, load_room, room_numbers
 from rspo.envs.alfworld.speed import FastGame
@@ -36,7 +36,7 @@ def test_games_follow_from_the_seed(games: Path, tmp_path: Path) -> None:
     few = generate_games(tmp_path / "few", 4, SEED)
     assert dict(few.made) == {"valid_seen": 1, "valid_unseen": 1, "train": 2}
     same, all_ = contents(tmp_path / "few"), contents(games)
-    assert len(all_) == 2 * COUNT
+    assert len(all_) == 2 * COUNT + 1
     assert same.items() <= all_.items(), "the first games of a larger number are the same, byte for byte"
     generate_games(tmp_path / "other", 3, SEED + 1)
     assert not set(contents(tmp_path / "other").values()) & set(all_.values())
@@ -125,7 +125,7 @@ def test_games_that_cannot_be_won_are_thrown_away_and_counted(tmp_path: Path, mo
     result = generate_games(tmp_path / "games", 3, 0, task_types=["pick_and_place_simple"])
     assert result.unsolvable == 1
     assert (sum(result.made.values()), dict(result.by_type)) == (3, {"pick_and_place_simple": 3})
-    assert len(contents(tmp_path / "games")) == 6
+    assert len(contents(tmp_path / "games")) == 7
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
@@ -145,7 +145,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
 
 
-def test_an_interrupted_run_leaves_whole_games_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_leaves_whole_games_and_goes_on(
+    games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = Path.write_text
 
     def interrupted(path: Path, text: str, **options: str) -> int:
@@ -157,9 +159,20 @@ def test_an_interrupted_run_leaves_whole_games_only(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         generate_games(tmp_path, 3, SEED)
     monkeypatch.undo()
-    files = contents(tmp_path)
+    files = set(contents(tmp_path)) - {SETTINGS_FILE}
     assert len(files) == 2
     assert all(name.startswith("valid_seen/") for name in files)
+
+    # A process that was killed while it wrote could not clear up.
+    (game,) = (tmp_path / "valid_seen").iterdir()
+    (game / ".part-of-a-game").mkdir()
+    result = generate_games(tmp_path, 4, SEED)
+    assert (result.earlier, dict(result.made)) == (1, {"valid_seen": 1, "valid_unseen": 1, "train": 2})
+    assert contents(tmp_path).items() <= contents(games).items(), "as if nothing had happened, byte for byte"
+    assert len(contents(tmp_path)) == 2 * 4 + 1
+    assert generate_games(tmp_path, 4, SEED).earlier == 4
+    with pytest.raises(ValueError, match=r"out holds games of other settings: .*'seed': 7"):
+        generate_games(tmp_path, 4, SEED + 1)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,9 +183,9 @@ def test_runs_are_resumed_to_the_same_end(start: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on(start: Path, tmp_path: Path) -> None:
-    """`rspo train` by processes that are killed while the second of three loops is under way."""
+    """`rspo train` by processes that are killed after the first of twelve loops."""
     settings = [f"--set={flag}" for flag in (*RUN_FLAGS, "rollout.tasks=4", "rollout.group_size=2", "method=grpo")]
-    command = ["-m", "rspo", "train", "--quiet", "--policy", str(start / "tied"), "--steps", "3", *settings]
+    command = ["-m", "rspo", "train", "--quiet", "--policy", str(start / "tied"), "--steps", "12", *settings]
     runs = [launch(*command, "--out", str(tmp_path / name)) for name in ("whole", "killed")]
     while not (tmp_path / "killed" / "checkpoints" / "step-000001").is_dir():
         assert runs[1].poll() is None, runs[1].communicate()[0][-3000:]
@@ -193,7 +193,7 @@ def test_a_killed_run_goes_on(start: Path, tmp_path: Path) -> None:
     os.killpg(runs[1].pid, signal.SIGKILL)
     runs[1].communicate()
     made = len(read_metrics(tmp_path / "killed", "update"))
-    assert 1 <= made < 3
+    assert 1 <= made < 12
     runs[1] = launch("-m", "rspo", "train", "--quiet", "--resume", "--out", str(tmp_path / "killed"))
     for run in runs:
         output, _ = run.communicate(timeout=600)

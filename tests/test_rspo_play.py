@@ -116,10 +116,10 @@ def test_wrong_arguments(flags: list[str], message: str, capsys: pytest.CaptureF
 
 def test_an_environment_without_an_expert(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["play", "--env", "rspo_parity:ParityEnv", "--expert"]) == 2
-    assert "ParityEnv has no expert" in capsys.readouterr().err
+    assert "ParityEnv has no scripted expert" in capsys.readouterr().err
     assert main(["play", "--env", "household", "--expert", "--set", "env.workers=1"]) == 2
-    assert "WorkerEnv has no expert; set env.workers to 0" in capsys.readouterr().err
+    assert "WorkerEnv has no scripted expert; set env.workers to 0" in capsys.readouterr().err
     out = io.StringIO()
     env = ParityEnv()
     play_game(Game(env, "pick", 3, 2), source=io.StringIO(":expert\n"), out=out)
-    assert "ParityEnv has no expert" in out.getvalue()
+    assert "ParityEnv has no scripted expert" in out.getvalue()

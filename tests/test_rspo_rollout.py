@@ -16,6 +16,7 @@ from rspo.batch import Batch
 from rspo.config import RolloutConfig
 from rspo.engines import Engine, Generation, TransformersEngine
 from rspo.envs import BatchedEnv, make_env
+from rspo.heads import Head
 from rspo.layouts import PerTurn
 from rspo.models import Policy, score
 from rspo.rollout import rollout
@@ -102,7 +103,8 @@ def test_models_that_cap_their_logits_are_scored_with_the_cap() -> None:
             assert hidden is not None
             logits = policy.model.get_output_embeddings()(hidden)
         torch.testing.assert_close(2 * torch.tanh(logits / 2) if policy is capped else logits, expected)
-    assert (capped.module.head_is_plain, plain.module.head_is_plain) == (False, True)
+    for policy, softcap in ((capped, 2.0), (plain, None)):
+        assert policy.module.head == Head(policy.model.get_output_embeddings(), softcap)
 
 
 def test_equal_rows_are_computed_once_with_the_right_gradient(policy: Policy) -> None:

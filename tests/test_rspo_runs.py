@@ -313,7 +313,7 @@ def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(start: Path, tmp_p
 
 def test_paper_preset_runs_on_household(start: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    sets = [part for flag in [*SMALL, "rollout.max_response_tokens=4"] for part in ("--set", flag)]
+    sets = [part for flag in [*SMALL, "rollout.max_response_tokens=4", "policy.chat=auto"] for part in ("--set", flag)]
     command = ["train", "--preset", "paper", "--steps", "1", "--policy", str(start), "--out", str(out), "--quiet"]
     assert main([*command, *sets]) == 0
     record = read_metrics(out, "update")[-1]

@@ -7,7 +7,9 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from ..config import RolloutConfig
+from ..config import ConfigError, RolloutConfig
+from ..envs.base import BatchedEnv
+from ..envs.workers import WorkerEnv
 from ..models import Policy
 from .base import Generation
 
@@ -27,6 +29,17 @@ class Scripted(Protocol):
     def render_action(self, action: str) -> str:
         """A response that the environment's `project` turns into the given action."""
         ...
+
+
+def expert_of(env: BatchedEnv, otherwise: str = "") -> Scripted:
+    """The environment as one with an expert.
+
+    Raises ConfigError where it has none; `otherwise` says in its message what else can be done.
+    """
+    if not isinstance(env, Scripted):
+        hint = "set env.workers to 0" if isinstance(env, WorkerEnv) else otherwise
+        raise ConfigError(f"{type(env).__name__} has no scripted expert" + (f"; {hint}" if hint else ""))
+    return env
 
 
 class ScriptedEngine:

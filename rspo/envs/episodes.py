@@ -7,7 +7,6 @@ prompts and projection. An episode only has to know its own world.
 from __future__ import annotations
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
@@ -16,8 +15,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .arguments import check_actions, check_settings, check_starts
 from .base import BatchedEnv, Info, PromptContext, StepResult
-from .wording import PROMPT_STYLES, chat_prompt, chat_reply, project_tags, tagged
+from .wording import chat_prompt, chat_reply, project_tags, tagged
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,7 @@ class EpisodeEnv(BatchedEnv):
     """First lines of chat prompts: who the agent is and how its world works."""
 
     def __init__(self, max_turns: int, outcome_scale: float = 10.0, prompt_style: str = "chat") -> None:
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise ValueError(f"max_turns must be an integer of at least 1; got {max_turns!r}")
-        if isinstance(outcome_scale, bool) or not isinstance(outcome_scale, int | float):
-            raise ValueError(f"outcome_scale must be a number; got {outcome_scale!r}")
-        if not (math.isfinite(outcome_scale) and outcome_scale > 0):
-            raise ValueError(f"outcome_scale must be finite and above 0; got {outcome_scale!r}")
-        if prompt_style not in PROMPT_STYLES:
-            raise ValueError(f"prompt_style must be one of {', '.join(PROMPT_STYLES)}; got {prompt_style!r}")
+        check_settings(max_turns, outcome_scale, prompt_style)
         self.max_turns = max_turns
         self.outcome_scale = float(outcome_scale)
         self.prompt_style = prompt_style
@@ -127,13 +120,7 @@ class EpisodeEnv(BatchedEnv):
     def reset(self, tasks: Sequence[Any], seeds: Sequence[int]) -> tuple[list[str], list[Info]]:
         """Start one episode per pair. Raises ValueError when there are none or the lengths differ, TypeError when a
         seed is no integer, and what `start` raises."""
-        if len(tasks) == 0:
-            raise ValueError("tasks must hold at least one task; got none")
-        if len(tasks) != len(seeds):
-            raise ValueError(f"seeds must be as many as tasks ({len(tasks)}); got {len(seeds)}")
-        for i, seed in enumerate(seeds):
-            if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-                raise TypeError(f"seeds[{i}] must be an integer; got {seed!r}")
+        check_starts(tasks, seeds)
         self._close_episodes()
         started: list[_Place] = []
         self._places = started  # so that `close` finds those that were started before one fails
@@ -148,10 +135,7 @@ class EpisodeEnv(BatchedEnv):
         TypeError when an action is not a string.
         """
         places = self._started("step")
-        if isinstance(actions, str) or not all(isinstance(action, str) for action in actions):
-            raise TypeError(f"actions must be a sequence of strings; got {actions!r}")
-        if len(actions) != len(places):
-            raise ValueError(f"actions must be as many as episodes ({len(places)}); got {len(actions)}")
+        check_actions(actions, len(places))
         rewards = np.zeros(len(places), np.float32)
         for i, (place, action) in enumerate(zip(places, actions, strict=True)):
             if place.ended:

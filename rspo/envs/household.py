@@ -14,12 +14,12 @@ Two styles of prompt: "compact", for a small word-level model, in which every pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 
+from rspo.envs.arguments import check_actions, check_settings, check_starts
 from rspo.envs.base import BatchedEnv, Info, PromptContext, StepResult
 from rspo.envs.household_rules import (
     NOTHING,
@@ -87,14 +87,7 @@ class HouseholdEnv(BatchedEnv):
         prompt_style: str = "compact",
         dense_rewards: DenseRewards | None = None,
     ) -> None:
-        if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise ValueError(f"max_turns must be an integer of at least 1; got {max_turns!r}")
-        if isinstance(outcome_scale, bool) or not isinstance(outcome_scale, int | float):
-            raise ValueError(f"outcome_scale must be a number; got {outcome_scale!r}")
-        if not (math.isfinite(outcome_scale) and outcome_scale > 0):
-            raise ValueError(f"outcome_scale must be finite and above 0; got {outcome_scale!r}")
-        if prompt_style not in PROMPT_STYLES:
-            raise ValueError(f"prompt_style must be one of {', '.join(PROMPT_STYLES)}; got {prompt_style!r}")
+        check_settings(max_turns, outcome_scale, prompt_style)
         if dense_rewards is not None and not isinstance(dense_rewards, DenseRewards):
             raise ValueError(f"dense_rewards must be a DenseRewards; got {dense_rewards!r}")
         self.max_turns = max_turns
@@ -116,15 +109,10 @@ class HouseholdEnv(BatchedEnv):
     def reset(self, tasks: Sequence[HouseholdTask], seeds: Sequence[int]) -> tuple[list[str], list[Info]]:
         """Start one episode per pair. Raises ValueError when there are none or the lengths differ, TypeError when an
         element is no HouseholdTask or no integer."""
-        if len(tasks) == 0:
-            raise ValueError("tasks must hold at least one task; got none")
-        if len(tasks) != len(seeds):
-            raise ValueError(f"seeds must be as many as tasks ({len(tasks)}); got {len(seeds)}")
-        for i, (task, seed) in enumerate(zip(tasks, seeds, strict=True)):
+        check_starts(tasks, seeds)
+        for i, task in enumerate(tasks):
             if not isinstance(task, HouseholdTask):
                 raise TypeError(f"tasks[{i}] must be a HouseholdTask; got {task!r}")
-            if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
-                raise TypeError(f"seeds[{i}] must be an integer; got {seed!r}")
         self._state = start_state(tasks, seeds)
         return self._report(self._state)
 
@@ -135,10 +123,7 @@ class HouseholdEnv(BatchedEnv):
         TypeError when an action is not a string.
         """
         state = self._started("step")
-        if isinstance(actions, str) or not all(isinstance(action, str) for action in actions):
-            raise TypeError(f"actions must be a sequence of strings; got {actions!r}")
-        if len(actions) != len(state.tasks):
-            raise ValueError(f"actions must be as many as episodes ({len(state.tasks)}); got {len(actions)}")
+        check_actions(actions, len(state.tasks))
         numbers = np.array([ACTION_IDS.get(action, -1) for action in actions], np.int64)
         won_now = advance(state, numbers, max_turns=self.max_turns, pay=self.dense_rewards)
         observations, infos = self._report(state)

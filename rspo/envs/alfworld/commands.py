@@ -21,7 +21,7 @@ def add_commands(subparsers: Any) -> None:
         " rspo train --env alfworld --set env.options='{data: DIR}', or ALFWORLD_DATA=DIR.",
     )
     generate.add_argument("--n", type=int, default=1000, metavar="N", help="number of games (default: 1000)")
-    generate.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
+    generate.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or one to go on with")
     generate.add_argument("--seed", type=int, default=0, help="the same seed makes the same games (default: 0)")
     generate.add_argument(
         "--eval-share",
@@ -48,6 +48,10 @@ def _generate(parsed: argparse.Namespace) -> None:
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from error
     made = ", ".join(f"{count} {split}" for split, count in result.made.items())
-    print(f"{parsed.out}: {made}; {result.unsolvable} that could not be won were thrown away ({result.seconds:.0f} s)")
+    earlier = f", {result.earlier} of them there before" if result.earlier else ""
+    print(
+        f"{parsed.out}: {made}{earlier}; {result.unsolvable} that could not be won were thrown away"
+        f" ({result.seconds:.0f} s)"
+    )
     for task_type, count in result.by_type.items():
         print(f"  {task_type:<32}{count:>6}")

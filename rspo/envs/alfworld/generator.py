@@ -26,14 +26,18 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ...storage import write_text
 from .direct_way import win_directly
 from .games import GAME_FILE, TASK_TYPES, GameFile, read_goal
 from .rooms import Furnished, can_be, furnish, holds, load_room, movable_receptacles, room_numbers
 from .speed import FastGame
 from .upstream import GameError, alfworld, check_installed
 
+SETTINGS_FILE = "generation.json"
+"""In the folder of generated games: what the games follow from, so that a generation can go on."""
 ATTEMPTS = 200
 """Games that may be thrown away for each that is kept."""
+TRIAL, PART = "trial_", ".part-"
 
 _CONDITIONS = {
     "pick_clean_then_place_in_recep": ("Cleanable", ("SinkBasin", "BathtubBasin")),
@@ -47,11 +51,13 @@ _LOOK, _TWO = "look_at_obj_in_light", "pick_two_obj_and_place"
 class Generated:
     """What was made.
 
-    made: games by split. by_type: games by type. unsolvable: games thrown away. seconds: time it took.
+    made: games by split. by_type: games by type. earlier: those of them that were there already. unsolvable: games
+    thrown away now. seconds: time it took now.
     """
 
     made: Counter[str] = field(default_factory=Counter)
     by_type: Counter[str] = field(default_factory=Counter)
+    earlier: int = 0
     unsolvable: int = 0
     seconds: float = 0.0
 
@@ -69,6 +75,12 @@ class Combination:
     def folder(self) -> str:
         return f"{self.task_type}-{self.thing}-None-{self.target}-{self.room}"
 
+    @classmethod
+    def of_folder(cls, name: str) -> Combination:
+        """The inverse of `folder`."""
+        task_type, thing, _, target, room = name.split("-")
+        return cls(task_type, thing, target, int(room))
+
 
 def generate_games(
     out: str | os.PathLike[str],
@@ -79,17 +91,18 @@ def generate_games(
     task_types: Sequence[str] = TASK_TYPES,
     progress: bool = False,
 ) -> Generated:
-    """Write `count` games into a new folder, which can then be an environment's `data`.
+    """Write `count` games into a folder, which can then be an environment's `data`.
 
     The files depend on the other arguments only, byte for byte; the first games are the same for any larger count with
-    the same numbers of evaluation games. A game's folder appears when it is complete.
+    the same numbers of evaluation games. A game's folder appears when it is complete, and a generation that was broken
+    off goes on where it was.
 
     eval_share: share of the games in each of `valid_seen` and `valid_unseen`; rounded, and at least one each.
     task_types: taken in turn.
     progress: whether to show a progress bar.
 
-    Raises ValueError when an argument is out of its range or `out` is not empty, ImportError without the alfworld
-    package, and RuntimeError where combinations run out.
+    Raises ValueError when an argument is out of its range or `out` holds anything but games of the same arguments,
+    ImportError without the alfworld package, and RuntimeError where combinations run out.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 3:
         raise ValueError(f"count must be an integer of at least 3, one game for each split; got {count!r}")
@@ -100,28 +113,51 @@ def generate_games(
     if isinstance(task_types, str) or not task_types or not set(task_types) <= set(TASK_TYPES):
         raise ValueError(f"task_types must be some of {', '.join(TASK_TYPES)}; got {task_types!r}")
     check_installed()
-    folder = Path(out)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(
-            f"out must be a new or an empty folder; {str(folder)!r} has something in it (games of a generation that was"
-            " broken off are to be deleted, the same seed makes them again)"
-        )
     each = max(round(count * eval_share), 1)
+    kinds = [kind for kind in TASK_TYPES if kind in task_types]
+    folder = Path(out)
+    there = _open_folder(folder, {"seed": seed, "evaluation_games": each, "task_types": kinds})
     splits = ["valid_seen"] * each + ["valid_unseen"] * each + ["train"] * (count - 2 * each)
     started = time.monotonic()
-    result, used = Generated(), set[Combination]()
-    folder.mkdir(parents=True, exist_ok=True)
-    kinds = [kind for kind in TASK_TYPES if kind in task_types]
+    result, used = Generated(), set(there.values())
     with tqdm(total=count, desc="generating games", unit="game", disable=not progress) as bar:
         for number, split in enumerate(splits):
-            rng = random.Random(f"rspo alfworld {seed} {number}")
-            made = _make(rng, split == "valid_unseen", kinds[number % len(kinds)], used, result)
-            _write(folder / split / made.combination.folder, f"trial_{number:06d}", made)
+            kind = kinds[number % len(kinds)]
+            if number in there:
+                result.earlier += 1
+            else:
+                rng = random.Random(f"rspo alfworld {seed} {number}")
+                made = _make(rng, split == "valid_unseen", kind, used, result)
+                _write(folder / split / made.combination.folder, f"{TRIAL}{number:06d}", made)
             result.made[split] += 1
-            result.by_type[made.combination.task_type] += 1
+            result.by_type[kind] += 1
             bar.update()
     result.seconds = time.monotonic() - started
     return result
+
+
+def _open_folder(folder: Path, settings: dict[str, Any]) -> dict[int, Combination]:
+    """The games that are there already, by number; a new folder is made.
+
+    Raises ValueError where the folder is none of such a generation.
+    """
+    file = folder / SETTINGS_FILE
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if before != settings:
+            raise ValueError(f"out holds games of other settings: {str(folder)!r} has {before}, not {settings}")
+        for part in folder.glob(f"*/*/{PART}*"):
+            shutil.rmtree(part)
+        trials = folder.glob(f"*/*/{TRIAL}*")
+        return {int(path.name.removeprefix(TRIAL)): Combination.of_folder(path.parent.name) for path in trials}
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"out must be a new or an empty folder, or one with generated games; {str(folder)!r} has something else in"
+            f" it, and no {SETTINGS_FILE}"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(settings))
+    return {}
 
 
 @dataclass(frozen=True)
@@ -252,7 +288,7 @@ def _write(folder: Path, trial: str, made: _Made) -> None:
         "turk_annotations": {"anns": []},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
+    part = Path(tempfile.mkdtemp(prefix=PART, dir=folder))
     try:
         (part / GAME_FILE).write_text(json.dumps(made.game), encoding="utf-8")
         (part / "traj_data.json").write_text(json.dumps(trajectory, indent=1), encoding="utf-8")

@@ -1,0 +1,104 @@
+"""What a model and its tokenizer must be able to do, found out before the first rollout."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .batch import Batch
+from .heads import body_of
+from .policy_module import run_body
+from .sections import ConfigError, PolicyConfig
+
+if TYPE_CHECKING:
+    from .config import Config
+    from .models import Policy
+
+FLASH = "flash_attention_2"
+
+
+def check_attention_device(config: PolicyConfig) -> None:
+    """Raises ConfigError where flash attention is asked for and cannot run."""
+    if config.attention != FLASH:
+        return
+    if torch.device(config.device).type == "cpu":
+        raise ConfigError(f"policy.attention={FLASH!r} needs a GPU, got policy.device={config.device!r}")
+    if find_spec("flash_attn") is None:
+        raise ConfigError(f"policy.attention={FLASH!r} needs the package flash-attn (pip install 'rspo[flash]')")
+
+
+def check_attention_caps(model_config: PretrainedConfig, attention: str) -> None:
+    """Raises ConfigError for a model that caps its attention scores, of which "sdpa" knows nothing."""
+    cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
+    if cap is not None and attention == "sdpa":
+        raise ConfigError(
+            f"policy.attention must be 'eager' or {FLASH!r} for a model of type {model_config.model_type!r}, which caps"
+            f" its attention scores (attn_logit_softcapping={cap}), got 'sdpa'"
+        )
+
+
+def check_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PolicyConfig) -> None:
+    """Raises ConfigError for a model without a head, a tokenizer with more tokens than the model has, or one without
+    the chat template that is asked for."""
+    where = repr(config.path) if config.path is not None else "the model"
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"{type(model).__name__} at {where} has no output embeddings: it is not a causal LM")
+    known = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > known:
+        raise ConfigError(f"the tokenizer at {where} has {len(tokenizer)} tokens, its model only {known}")
+    if config.needs_template and tokenizer.chat_template is None:
+        raise ConfigError(
+            f"policy.chat='on', but the tokenizer at {where} has no chat template: take the instruct version of the"
+            " model, put a chat_template.jinja in its folder, or set policy.chat='auto' for prompts as plain text"
+        )
+
+
+def check_run(policy: Policy, config: Config) -> None:
+    """Raises ConfigError where the start policy cannot be rolled out and trained as configured; warns where its
+    positions may not suffice."""
+    if config.policy.attention == FLASH and config.policy.dtype == "float32":
+        raise ConfigError(f"policy.attention={FLASH!r} needs policy.dtype 'bfloat16' or 'float16', got 'float32'")
+    if not policy.eos_token_ids:
+        raise ConfigError(
+            f"nothing would end a response: neither the tokenizer at {config.policy.path!r} nor the model's generation"
+            " config has an end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+    _check_positions(policy, config)
+    if policy.packs:
+        _check_packing(policy)
+
+
+def _check_positions(policy: Policy, config: Config) -> None:
+    """A table of positions ends in an error; rotary ones go on into what the model has never seen."""
+    text = policy.model.config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    needed = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if limit is None or needed <= limit:
+        return
+    message = (
+        f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and"
+        f" rollout.max_response_tokens={config.rollout.max_response_tokens} allow {needed} tokens, the model has"
+        f" {limit} positions"
+    )
+    if getattr(text, "rope_parameters", None) is None:
+        raise ConfigError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+@torch.inference_mode()
+def _check_packing(policy: Policy) -> None:
+    """Rows that are packed must not see each other: not every model takes positions that begin anew for that."""
+    body = body_of(policy.model)
+    words = np.arange(12) % policy.model.get_input_embeddings().weight.shape[0]
+    batch = Batch.from_prompts([words[:5], words[5:]]).to(policy.device)
+    padded, packed = (run_body(body, batch, packs).float() for packs in (False, True))
+    if float((padded - packed).abs().max()) > 0.05 * float(padded.abs().max()):
+        raise ConfigError(
+            f"policy.packing must be 'off' for {type(policy.model).__name__} with"
+            f" policy.attention={policy.model.config._attn_implementation!r}: packed rows would see each other"
+        )
