@@ -44,11 +44,15 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "own-critic": ("ppo", ("optimizer.minibatches=2", "estimator.bootstrap=true")),
     "shared-critic": ("ppo", ("critic.backbone=shared", "optimizer.minibatches=2")),
     "reference": ("rspo", ("loss.kl_coef=0.1",)),
-    "untied": ("rspo", ("policy.path=untied",)),
+    "untied": ("rspo", ("policy.path=untied", "policy.fused=on", "policy.gradient_checkpointing=true")),
+    "tied-fused": ("rspo", ("policy.fused=on", "optimizer.minibatches=2")),
+    "adapter": ("rspo", ("lora.rank=4", "optimizer.minibatches=2")),
     "bfloat16": ("rspo", ("policy.path=rounded", "policy.dtype=bfloat16", "optimizer.minibatches=2")),
 }
 
 RUN_FLAGS = ("swap.k=1", "run.save_every=1", "run.keep=9", "evaluation.episodes=5", "env.history_length=1")
+WHOLE_ONLY = ("adapter",)
+"""Cases of models that are not sharded."""
 CHECKPOINTED = ("own-critic", "bfloat16")
 """Cases whose agents are also saved, loaded, and branched."""
 
@@ -72,6 +76,8 @@ def trajectories_of(config: Config) -> list[Trajectory]:
 def started(config: Config, start: Path, ranks: Ranks = ALONE) -> Agent:
     """An agent at the start policy."""
     policy = load_policy(start / (config.policy.path or "tied"), config)
+    if config.lora.rank > 0:
+        policy = policy.adapted(config.lora, seed=0)
     return Agent(policy, config, make_estimator(config.estimator_name, config.estimator).needs_critic, ranks=ranks)
 
 
@@ -105,6 +111,8 @@ def do_updates(start: Path, answer: dict[str, Any]) -> None:
         ranks = ProcessRanks(in_step=shard == "fsdp")
         flag = f"parallel.shard={shard}"
         for name in CASES:
+            if shard != "none" and name in WHOLE_ONLY:
+                continue
             agent, stats = updated(case_config(name, flag), start, ranks)
             answer[f"{name}/{shard}"] = (weights_of(agent), stats)
             if name not in CHECKPOINTED:

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rspo_processes import CASES, CHECKPOINTED, RUN_FLAGS, case_config, started, trained, updated, weights_of
+from rspo_processes import (
+    CASES,
+    CHECKPOINTED,
+    RUN_FLAGS,
+    WHOLE_ONLY,
+    case_config,
+    started,
+    trained,
+    updated,
+    weights_of,
+)
 from rspo_toys import make_trajectory, small_config, small_policy
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -106,11 +116,12 @@ def test_updates_are_those_of_one_process(start: Path) -> None:
         agent, stats = updated(config, start)
         begin = weights_of(started(config, start))
         weights = weights_of(agent)
-        for case in (f"{name}/{shard}" for shard in SHARDS):
+        for case in (f"{name}/{shard}" for shard in SHARDS if f"{name}/{shard}" in first):
             assert_same(first[case][0], weights, begin, case)
             assert_same_statistics(first[case][1], stats, case)
             assert first[case][1] == second[case][1], case
             assert all(torch.equal(value, second[case][0][key]) for key, value in first[case][0].items()), case
+        assert (f"{name}/fsdp" in first) == (name not in WHOLE_ONLY)
         if name in CHECKPOINTED:
             check_checkpoints(name, start, first, agent, weights)
 
@@ -226,12 +237,14 @@ def test_processes_and_devices_that_are_missing_are_named(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match=r"policy.device='cuda:1' is one device, but 4 processes"):
         join(small_config("policy.device=cuda:1"))
     assert not (tmp_path / "run").exists()
-    for flag, complaint in (
-        ("parallel.processes=0", "parallel.processes must be >= 1"),
-        ("parallel.shard=ddp", "fsdp"),
+    for flags, complaint in (
+        (["parallel.processes=0"], "parallel.processes must be >= 1"),
+        (["parallel.shard=ddp"], "'none', 'fsdp', got 'ddp'"),
+        (["parallel.shard=fsdp", "lora.rank=4"], "parallel.shard must be 'none' with lora.rank=4"),
+        (["parallel.shard=fsdp", "swap.copy=offload"], "parallel.shard must be 'none' with .*swap.copy='offload'"),
     ):
         with pytest.raises(ConfigError, match=complaint):
-            small_config(flag)
+            small_config(*flags)
 
 
 def test_rows_are_shared_out_by_their_tokens() -> None:
