@@ -20,12 +20,12 @@ def whole(value: Tensor) -> Tensor:
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Dicts, lists and tuples with their tensors as they are, sharded ones as whole ones on the CPU; for all processes
+    """Dicts and lists with their tensors as they are, sharded ones as whole ones on the CPU; for all processes
     at once, of which those that do not `keep` get None in their place, and no memory is filled."""
     if isinstance(value, dict):
         return {name: gathered(part, keep) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(gathered(part, keep) for part in value)
+    if isinstance(value, list):
+        return [gathered(part, keep) for part in value]
     if isinstance(value, DTensor):
         full = value.full_tensor()
         return full.cpu() if keep else None
