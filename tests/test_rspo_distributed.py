@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from rspo_processes import (
@@ -53,7 +53,6 @@ def launch(*command: str, processes: int = 2) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,
     )
 
 
@@ -201,7 +200,9 @@ def test_a_killed_run_goes_on(start: Path, tmp_path: Path) -> None:
     while not (tmp_path / "killed" / "checkpoints" / "step-000001").is_dir():
         assert runs[1].poll() is None, runs[1].communicate()[0][-3000:]
         time.sleep(0.01)
-    os.killpg(runs[1].pid, signal.SIGKILL)
+    launcher = psutil.Process(runs[1].pid)
+    for process in [launcher, *launcher.children(recursive=True)]:
+        process.kill()
     runs[1].communicate()
     made = len(read_metrics(tmp_path / "killed", "update"))
     assert 1 <= made < 12
