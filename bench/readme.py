@@ -5,8 +5,8 @@
 
 Every bench/results/*/{demo,kernels,traffic,trainer}.json has its place in the README; a device's `kernels` gives a
 table of the most telling cases. `paper.json` fills docs/reproduction.md, `envspeed.json` and `environments.json`
-docs/environments.md. A ratio is the peer's time over ours, each library by its fastest provider that was right; a peer
-that is ahead is in bold.
+docs/environments.md; the tables of docs/scaling.md are calculated (`bench.scaling`). A ratio is the peer's time over
+ours, each library by its fastest provider that was right; a peer that is ahead is in bold.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from . import scaling
 from .cli import suite
 from .report import RESULTS, Report, markdown
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 REPRODUCTION = ROOT / "docs" / "reproduction.md"
 ENVIRONMENTS = ROOT / "docs" / "environments.md"
+SCALING = ROOT / "docs" / "scaling.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 SUITES = ("demo", "kernels", "traffic", "trainer")
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.readme: section(reports, options.readme.parent),
         options.reproduction: tables(papers),
         options.environments: tables(worlds),
+        options.scaling: scaling.tables(),
     }
     stale = 0
     for page, content in new.items():
@@ -259,6 +262,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--reproduction", type=Path, default=REPRODUCTION)
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
+    parser.add_argument("--scaling", type=Path, default=SCALING)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
 

@@ -86,8 +86,9 @@ class Agent:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for _, parameter in self.named_parameters():
-            parameter.grad = None
+        for optimizer in self.optimizers:
+            for weight in [*optimizer.parameters, *optimizer.masters]:
+                weight.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
         """Sum the gradients over all processes and clip those of each optimiser's weights, where they are finite;

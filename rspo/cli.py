@@ -15,8 +15,9 @@ from transformers.utils import logging as transformers_logging
 
 from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
-from .config_io import apply_flags, load_config, method_names, preset
+from .config_io import apply_flags, load_config, method_names, preset, preset_name
 from .distributed import leave
+from .dry_run import dry_run
 from .engines import expert_of
 from .envs.alfworld import commands as alfworld_commands
 from .envs.base import WorkerError
@@ -32,6 +33,7 @@ from .runs import (
     CONFIG_FILE,
     build_env,
     check_split,
+    default_folder,
     how_to_go_on,
     latest_checkpoint,
     open_run,
@@ -94,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--keep", type=int, metavar="N", help="newest checkpoints that are kept")
     train.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --out")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
+    train.add_argument(
+        "--dry-run", action="store_true", help="say what the run needs and does, and what is missing here, and stop"
+    )
     _add_settings(train)
     train.set_defaults(command=_train)
 
@@ -239,7 +244,11 @@ def _add_envs(commands: _Commands) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
-    parser.add_argument("--preset", choices=tuple(PRESETS), help="default, or paper: every setting as the paper's")
+    parser.add_argument(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="default, or paper: every setting as the paper's; replaces the one that --config names",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
     parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
     if training:
@@ -262,7 +271,8 @@ def _settings(parsed: argparse.Namespace, base: Config | None = None) -> Config:
         chosen = {"method": method, "base": getattr(parsed, "base", None)}
         chosen |= {name: value for name, _, value in (flag.partition("=") for flag in parsed.set) if name in chosen}
         named |= {name: value for name, value in chosen.items() if value is not None}
-        base = preset(parsed.preset or "default", **named)
+        stated = preset_name(parsed.config) if parsed.config else "default"
+        base = preset(parsed.preset or stated, **named)
     config = load_config(parsed.config, base) if parsed.config else base
     flags = {
         "method": method,
@@ -292,8 +302,10 @@ def _train(parsed: argparse.Namespace) -> None:
     if parsed.resume and stored is not None and not stored.is_file():
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = _settings(parsed, load_config(stored) if parsed.resume and stored is not None else None)
-    name = config.env.name.rpartition(":")[2]
-    folder = parsed.out or Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
+    if parsed.dry_run:
+        print(dry_run(config))
+        return
+    folder = parsed.out or default_folder(config)
     try:
         trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
         try:

@@ -18,6 +18,9 @@ from rspo_kernels.config import DEFAULTS
 from .config import PRESETS, Config, ConfigError
 from .storage import write_text
 
+CONFIG_FILE = "config.yaml"
+"""Under which a run's folder holds its configuration."""
+
 
 def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
     """The named preset of a method. Raises ConfigError naming the presets there are."""
@@ -27,18 +30,34 @@ def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
 
 
 def load_config(path: str | Path, base: Config | None = None) -> Config:
-    """A YAML file laid over `base`, or over the default preset of the file's own method. Raises ConfigError naming the
-    file."""
+    """A YAML file laid over `base`, or over the preset that the file names, for its own method. Raises ConfigError
+    naming the file."""
     values = _read(path)
     try:
-        return overlay(base or preset("default", **_method_names(values)), values)
+        return config_from(values, base)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def config_from(values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """Sections as in a YAML file, laid over `base`, or over the preset that they name, for their own method."""
+    settings = {name: value for name, value in values.items() if name != "preset"}
+    config: Config = overlay(base or preset(_preset_name(values), **_method_names(values)), settings)
+    return config
 
 
 def method_names(path: str | Path) -> dict[str, str]:
     """`method` and `base` of a YAML file, as far as it has them."""
     return _method_names(_read(path))
+
+
+def preset_name(path: str | Path) -> str:
+    """The preset that a YAML file names by the key `preset`; "default" where it names none."""
+    return _preset_name(_read(path))
+
+
+def _preset_name(values: Mapping[str, Any]) -> str:
+    return str(values.get("preset", "default"))
 
 
 def _method_names(values: Mapping[str, Any]) -> dict[str, str]:

@@ -127,7 +127,8 @@ def base_path(folder: Path) -> str:
     if settings.get("peft_type") != "LORA" or not isinstance(recorded, str):
         raise ConfigError(f"{folder / SETTINGS_FILE} is not that of a LoRA adapter with a base_model_name_or_path")
     start = folder.resolve().parent.parent / "start"
-    return str(start) if start.is_dir() and not Path(recorded).is_dir() else recorded
+    is_there = recorded != "" and Path(recorded).is_dir()
+    return str(start) if start.is_dir() and not is_there else recorded
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:

@@ -59,6 +59,7 @@ class MasterAdamW:
         """Bring the masters' values to the parameters."""
         for parameter, master in self.copies:
             parameter.copy_(master)
+            master.grad = None  # a copy of the parameter's, of twice its size or more
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state, and the masters of parameters that cannot stand for them, or not in a file."""

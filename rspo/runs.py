@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from .agent import Agent
-from .checkpoint import list_checkpoints, load_checkpoint
+from .checkpoint import Checkpoint, drop_newer_checkpoints, list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
-from .config_io import flat_settings, load_config, save_config
+from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .distributed import ALONE, Ranks, join, placed
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
@@ -22,16 +22,16 @@ from .estimators import make_estimator
 from .lora import require_peft, require_whole_model
 from .model_checks import check_run
 from .models import Policy
+from .observer import Observer
 from .randomness import named_seed
 from .reporters import find_reporters
-from .rewards import training_rewards
+from .rewards import RewardFunction, training_rewards
 from .sharding import load_policy
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
-CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
@@ -67,75 +67,126 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool, ranks: Ranks = ALONE) -> Policy:
-    """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
-    `folder/start`."""
+def start_policy(
+    config: Config,
+    env: BatchedEnv,
+    folder: Path,
+    *,
+    progress: bool,
+    given: Policy | None = None,
+    ranks: Ranks = ALONE,
+) -> Policy:
+    """The policy that training starts from: `given`, or that of `policy.path`, or the tiny model, warmed up. One that
+    `policy.path` does not name is kept in `folder/start`."""
+    if given is not None and config.parallel.shard != "none":
+        raise ConfigError(
+            f"parallel.shard={config.parallel.shard!r} needs a model that each process can load; save it, and give"
+            " policy.path instead of a policy"
+        )
     if config.policy.path is not None:
         require_whole_model(config.policy.path, "policy.path")
-        return load_policy(config.policy.path, config)
+        return given or load_policy(config.policy.path, config)
     cached = folder / "start"
 
     def make() -> None:
         if not cached.is_dir():
-            policy, _ = warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)
+            policy = given or fresh_start(config, env, progress=progress)
             with new_folder(cached) as partial:
                 policy.save(partial)
 
     ranks.from_main(make)
+    if given is not None:
+        return given
     # Always through the file, so that a first and a resumed run start from the same numbers, and all processes.
     return load_policy(cached, config)
 
 
-def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bool = True) -> Trainer:
+def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
+    """The tiny model, warmed up on the environment."""
+    return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
+
+
+def default_folder(config: Config) -> Path:
+    """Where a run goes that was given no folder."""
+    name = config.env.name.rpartition(":")[2]
+    return Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool | Path = False,
+    progress: bool = True,
+    env: BatchedEnv | None = None,
+    policy: Policy | None = None,
+    dense_reward: RewardFunction | None = None,
+    observer: Observer | None = None,
+) -> Trainer:
     """A trainer in a run folder: new, or going on from its latest checkpoint.
+
+    Args:
+        config: all settings.
+        folder: the run's.
+        resume: go on with the run that the folder holds; from one of its checkpoints where that is given, as if it were
+            the latest.
+        progress: show a bar.
+        env: instead of one that is built from the settings.
+        policy: to start a new run from, and changed by it, instead of one that is loaded or warmed up.
+        dense_reward: what `config.rewards.dense` names, where that cannot be imported.
+        observer: is told what happens.
 
     Raises ConfigError where a new run's folder holds one already, where the settings of a resumed run are not those
     it was started with, or where there are other processes or fewer devices than they ask for; StorageError where the
     folder cannot be written.
     """
     ranks = join(config)
-    given, config = config, placed(config, ranks)
-    ranks.from_main(lambda: _check_folder(given, folder, resume))
+    as_given, config = config, placed(config, ranks)
+    ranks.from_main(lambda: _check_folder(as_given, folder, resume))
     set_threads(config)
     _check_device(config)
-    env = build_env(config)
+    env = env or build_env(config)
     check_split(env, config)
     # What cannot be trained on is found out before the start policy is made.
     estimator = make_estimator(config.estimator_name, config.estimator)
-    training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
+    training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
     reporters = find_reporters(config.run.report_to)
     if config.lora.rank > 0:
         require_peft(f"lora.rank={config.lora.rank}")
     ranks.from_main(lambda: _prepare(folder))
-    start = start_policy(config, env, folder, progress=progress, ranks=ranks)
+    start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
     with start.whole():
         check_run(start, config)
-    checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints")) if resume else []
-    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic, start, ranks) if checkpoints else None
+    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
-    policy, reference = _policy_and_reference(start, config)
-    ranks.from_main(lambda: save_config(given, folder / CONFIG_FILE))
+    if checkpoint:  # as their records are
+        ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
+    policy, reference = policy_and_reference(start, config)
+    ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
     tracker = (
         Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
         if ranks.is_main
         else Onlooker(folder)
     )
     agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
-    trainer = Trainer(config, folder, env, agent, reference, tracker)
+    trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
 
 
-def _check_folder(config: Config, folder: Path, resume: bool) -> None:
+def _check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
     if resume:
         _check_resumable(config, folder)
     elif (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
+        raise ConfigError(
+            f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
+            " (resume_from_checkpoint=True)"
+        )
     else:
         # Left by a start that broke off, of whatever settings.
         shutil.rmtree(folder / "start", ignore_errors=True)
@@ -148,7 +199,7 @@ def _prepare(folder: Path) -> None:
     tidy(folder / "checkpoints")
 
 
-def _policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
+def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
     """Agent A's policy and, where a KL term asks for it, the frozen start policy. Under LoRA the start policy is the
     base of the one and the other itself."""
     pulls = config.loss.kl_coef > 0
@@ -158,6 +209,21 @@ def _policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy
     if config.lora.rank > 0:
         start.adapted(config.lora, 0)  # what agent B cannot be is said now, and not in the first loop
     return start, start.copy() if pulls else None
+
+
+def _checkpoint(
+    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy, ranks: Ranks
+) -> Checkpoint | None:
+    """The checkpoint that a run goes on from; None where it has none yet. start: what adapters stand on."""
+    checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints"))
+    if not isinstance(resume, Path):
+        return load_checkpoint(checkpoints[-1], config, has_critic, start, ranks) if checkpoints else None
+    if resume not in checkpoints:
+        raise ConfigError(
+            f"{resume} is not a checkpoint of the run in {folder}, which has"
+            f" {', '.join(path.name for path in checkpoints) or 'none'}"
+        )
+    return load_checkpoint(resume, config, has_critic, start, ranks)
 
 
 def _check_resumable(config: Config, folder: Path) -> None:

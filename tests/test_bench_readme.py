@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench import readme
+from bench import readme, scaling
 from bench.report import Report
 
 ENVIRONMENT = {"machine": "a GPU, 132 SMs", "versions": {"torch": "2.11"}, "date": "2026-01-02"}
@@ -89,7 +89,7 @@ def place(tmp_path: Path) -> list[str]:
     KERNELS.write(tmp_path / "results" / "some-gpu" / "kernels.json")
     TRAFFIC.write(tmp_path / "results" / "interpreter" / "traffic.json")
     pages = []
-    for name in ("readme", "reproduction", "environments"):
+    for name in ("readme", "reproduction", "environments", "scaling"):
         page = tmp_path / ("README.md" if name == "readme" else f"{name}.md")
         page.write_text(TEXT)
         pages += [f"--{name}", str(page)]
@@ -149,6 +149,7 @@ def test_written_and_checked(place: list[str], tmp_path: Path, capsys: pytest.Ca
     assert readme.main([*place, "--check"]) == 1, "the other pages"
     for name in ("reproduction.md", "environments.md"):
         (tmp_path / name).write_text(readme.replaced(TEXT, "No results yet."))
+    (tmp_path / "scaling.md").write_text(readme.replaced(TEXT, scaling.tables()))
     assert readme.main([*place, "--check"]) == 0
     assert text.startswith("# Title\n\nBefore.\n")
     assert text.endswith("\n\nAfter.\n")

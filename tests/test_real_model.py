@@ -11,14 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from plain_forward import assert_gradients_close, plain, prepared, talks, trained
+from plain_forward import settings as plain_settings
 from smollm2 import save_smollm2
+from torch import Tensor
 
+from rspo.batch import Batch
 from rspo.config import Config, default_config
 from rspo.config_io import apply_flags
 from rspo.envs.base import PromptContext
 from rspo.models import Policy
 from rspo.runs import open_run
 from rspo.tracking import read_metrics
+from rspo.trajectory import Trajectory
 
 pytestmark = [pytest.mark.real_model, pytest.mark.usefixtures("one_thread")]
 
@@ -115,3 +121,39 @@ def test_prompts_and_projection_with_a_real_tokenizer(smollm2: Path) -> None:
     (response,) = policy.encode_responses([env.render_action("go fridge")])
     assert env.project(policy.decode([np.append(response, policy.eos_token_ids)])[0]) == ("go fridge", True)
     assert policy.eos_token_ids == (policy.tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+@pytest.fixture
+def few_rows(smollm2: Path) -> tuple[Policy, Config, list[Trajectory], Batch]:
+    """The model on the fused path, which its 49152 words ask for, and rows of random tokens."""
+    policy = Policy.load(smollm2, Config().policy)
+    assert policy.module.fused
+    made = talks(vocab=49152, length=12)
+    config = plain_settings("optimizer.micro_batch_tokens=256", layout="conversation")
+    return policy, config, made, prepared(policy, config, made)
+
+
+def test_fused_loss_and_gradients_in_float32(few_rows: tuple[Policy, Config, list[Trajectory], Batch]) -> None:
+    """Those of the plain forward pass with its logits in full."""
+    policy, config, made, batch = few_rows
+    stats, gradients = trained(policy, config, batch, made)
+    loss, expected = plain(policy, config, batch)
+    assert stats["loss"] == pytest.approx(loss, rel=1e-4)
+    assert_gradients_close(gradients, expected, rtol=1e-3)
+
+
+def test_fused_loss_and_gradients_in_bfloat16(few_rows: tuple[Policy, Config, list[Trajectory], Batch]) -> None:
+    """As near to the exact gradient as the plain forward pass in bfloat16 is, within a factor of 2."""
+    policy, config, made, batch = few_rows
+    policy.model.to(torch.bfloat16)  # what is exact is then what these rounded weights give
+    exact_loss, exact = plain(policy, config, batch)
+    loss, rounded = plain(policy, config, batch, torch.bfloat16)
+    stats, ours = trained(policy, config, batch, made)
+
+    def error(gradients: dict[str, Tensor]) -> float:
+        assert gradients.keys() == exact.keys()
+        squares = sum(float((gradients[name].double() - g).square().sum()) for name, g in exact.items())
+        return math.sqrt(squares / sum(float(g.square().sum()) for g in exact.values()))
+
+    assert error(ours) <= 2 * error(rounded)
+    assert abs(stats["loss"] - exact_loss) <= 2 * abs(loss - exact_loss) + 0.01 * abs(exact_loss)

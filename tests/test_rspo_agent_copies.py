@@ -12,12 +12,13 @@ from rspo_toys import small_config
 from test_rspo_lora import prepared, run_update, same, train, weights
 from torch import Tensor
 
+from rspo import offload
 from rspo.agent import Agent
 from rspo.checkpoint import list_checkpoints
 from rspo.config import Config, ConfigError
 from rspo.models import Policy
 from rspo.rewards import NonFiniteError
-from rspo.runs import open_run
+from rspo.runs import open_run, policy_and_reference
 from rspo.tracking import read_metrics, without_timings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -112,6 +113,50 @@ def test_a_fresh_optimiser_leaves_no_state_of_a_on_the_device(start: Path) -> No
     agent.zero_grad()
     with agent.branched() as agent_b:
         assert held_bytes(agent, agent_b) == held_bytes(agent.policy)
+
+
+# Bytes of a bfloat16 weight: 2, its master 4, two moments 8, its gradient 2 and that of its master 4. An adapter's is
+# its own master. The reference of a KL term is another copy, except where the base itself is the reference.
+FULL, LEARNING, ADAPTER, ADAPTER_LEARNING, COPY = 14, 20, 12, 16, 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "of_base", "of_adapter", "waiting"),
+    [
+        (["swap.copy=device"], FULL + LEARNING + COPY, 0, 0),
+        (["swap.copy=offload"], LEARNING + COPY, 0, FULL - 2),
+        (["swap.copy=adapter", "lora.rank=4"], FULL + COPY, ADAPTER_LEARNING, 0),
+        (["lora.rank=4"], COPY, ADAPTER + ADAPTER_LEARNING, 0),
+    ],
+)
+def test_bytes_of_each_choice_while_b_learns(
+    start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    of_base: int,
+    of_adapter: int,
+    waiting: int,
+) -> None:
+    config = small_config(*flags, "policy.dtype=bfloat16", "loss.kl_coef=0.01")
+    base = Policy.load(start, config.policy)
+    policy, reference = policy_and_reference(base, config)
+    agent = Agent(policy, config)
+    run_update(agent, config, reference)
+    host: list[int] = []
+    to_host = offload._to_host
+
+    def counted(tensor: Tensor) -> Tensor:
+        copied = to_host(tensor)
+        host.append(copied.nbytes if copied.dim() else 0)  # without step counts
+        return copied
+
+    monkeypatch.setattr(offload, "_to_host", counted)
+    with agent.branched() as agent_b:
+        run_update(agent_b, config, reference)
+        held = held_bytes(agent, agent_b, reference)
+    adapter = 2 * 4 * (4 * (64 + 64) + 3 * (64 + 128))
+    assert held == of_base * base.num_parameters + of_adapter * adapter
+    assert sum(host) == waiting * base.num_parameters
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

@@ -2,123 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from numerics import assert_close
-from rspo_toys import small_config
+from plain_forward import ALPHA, TEMPERATURE, assert_gradients_close, plain, prepared, settings, talk, talks, trained
 from tiny_models import VOCAB, tiny_model_policy
-from torch import Tensor
 
 from rspo.agent import Agent
 from rspo.batch import Batch
-from rspo.config import Config
 from rspo.config_io import apply_flags
+from rspo.critic import value_loss
 from rspo.models import Policy, score
 from rspo.timing import PhaseTimer
-from rspo.trajectory import REPLAY, Trajectory, Turn
-from rspo.update import Mixture, prepare, update
-from rspo_kernels import PolicyLossConfig, reference
+from rspo.update import update
+from rspo_kernels import PolicyLossConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-ALPHA = 0.25
-TEMPERATURE = 0.7
 FUSED = ("qwen2", "qwen2 tied", "qwen3", "llama", "gemma2", "gemma3", "cohere", "granite", "gpt2")
-
-
-def talk(index: int, *, turns: int, advantage: float, source: str = "on_policy") -> Trajectory:
-    """A trajectory whose prompts each continue the turn before, so that it fits both layouts."""
-    rng = np.random.default_rng(index)
-    said = np.zeros(0, dtype=np.int64)
-    made = []
-    for turn in range(turns):
-        prompt = np.concatenate([said, rng.integers(3, VOCAB, size=3 + (index + turn) % 3)])
-        response = rng.integers(3, VOCAB, size=1 + (index + turn) % 4)
-        logp = rng.normal(-4.0, 0.5, size=len(response)).astype(np.float32)
-        made.append(Turn(prompt, response, logp, 0.0, 0.0, "", "", True))
-        said = np.concatenate([prompt, response])
-    trajectory = Trajectory(task="", group=index // 4, index=index, turns=made)
-    trajectory.advantages = np.full(turns, advantage, dtype=np.float32)
-    trajectory.source = source
-    return trajectory
-
-
-def talks() -> list[Trajectory]:
-    """Six of A's own, one of which teaches nothing, and two that are replayed."""
-    on_policy = [talk(i, turns=2 + i % 2, advantage=(1.0, -1.5, 0.0)[i % 3]) for i in range(6)]
-    return [*on_policy, *(talk(6 + i, turns=2, advantage=1.0 - 2 * i, source=REPLAY) for i in range(2))]
-
-
-def settings(*flags: str, layout: str = "per_turn") -> Config:
-    """One mini-batch of several micro-batches, whose gradient is left as it is."""
-    fixed = ["optimizer.minibatches=1", "optimizer.grad_clip=1e9", f"rollout.temperature={TEMPERATURE}"]
-    full = ["loss.kl_coef=0.1", "loss.entropy_coef=0.05", "loss.center_cap=1.0", "optimizer.micro_batch_tokens=40"]
-    return apply_flags(small_config(f"env.layout={layout}"), [*fixed, *full, *flags])
-
-
-def prepared(policy: Policy, config: Config, made: Sequence[Trajectory]) -> Batch:
-    """A batch as the trainer makes it, for a policy that has moved a little since its own rows were written."""
-    agent, base = Agent(policy, config), policy.copy()
-    with torch.no_grad():
-        for parameter in base.model.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    batch = Batch.from_trajectories(made, config.env.layout)
-    logp = score(base, batch, TEMPERATURE, 64)
-    logp = torch.where(batch.is_replay, batch.behavior_logp, logp)
-    return prepare(agent, replace(batch, behavior_logp=logp, old_logp=logp), made, config, base)
-
-
-def trained(policy: Policy, config: Config, batch: Batch, made: Sequence[Trajectory]) -> tuple[dict, dict[str, Tensor]]:
-    """Statistics and gradients of one update, whose step is left out."""
-    agent = Agent(policy, config)
-    agent.step = lambda: None  # type: ignore[method-assign]
-    stats = update(agent, batch, made, config, ALPHA, np.random.default_rng(0), PhaseTimer())
-    gradients = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
-    return stats, {name: gradient.clone() for name, gradient in gradients.items()}
-
-
-def plain(policy: Policy, config: Config, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by the transformers model's own forward pass over one row at a time, in float64."""
-    model = copy.deepcopy(policy.model).double()
-    logits = []
-    for row in range(batch.num_rows):
-        ids = batch.input_ids[row : row + 1, : int(batch.row_lengths[row])]
-        logits.append(model(input_ids=ids, use_cache=False).logits[0, batch.token_column[batch.token_row == row]])
-    logp, entropy = reference.token_logprobs(torch.cat(logits), batch.targets, temperature=TEMPERATURE)
-    mixture = Mixture.of(batch, config.loss, ALPHA, pooled=False)
-    loss = torch.zeros((), dtype=torch.float64)
-    for mask, divisor in ((~batch.is_replay, mixture.on_policy), (batch.is_replay, mixture.replay)):
-        part, _ = reference.policy_loss(
-            logp,
-            batch.advantages.double(),
-            config.loss,
-            mask=mask,
-            normalizer=divisor,
-            sequence_ids=batch.token_row,
-            member_ids=batch.token_turn if config.loss.ratio_level == "turn" else batch.token_row,
-            old_logp=batch.old_logp.double(),
-            behavior_logp=batch.behavior_logp.double(),
-            ref_logp=None if batch.ref_logp is None else batch.ref_logp.double(),
-            entropy=entropy,
-        )
-        loss = loss + part
-    loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), gradients
-
-
-def assert_gradients_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-4) -> None:
-    """Every parameter's, against the largest entry of each."""
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        size = float(gradient.abs().max())
-        assert size > 0, name
-        assert_close(f"gradient of {name}", actual[name], gradient, rtol=0, atol=rtol * size)
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["padded", "packed"])
@@ -228,8 +131,6 @@ def test_adapters_in_the_body_are_trained_and_one_on_the_head_is_not_left_out() 
 @pytest.mark.parametrize("fused", ["on", "off"])
 def test_a_shared_critic_reads_the_states_of_the_same_pass(fused: str) -> None:
     """Its values and its share of the body's gradient are those of the plain hidden states."""
-    from rspo.critic import value_loss
-
     config = apply_flags(settings("critic.backbone=shared", "loss.kl_coef=0"), ["method=ppo", "rollout.group_size=1"])
     policy, made = tiny_model_policy("gemma2", fused=fused), talks()
     agent = Agent(policy, config, has_critic=True)

@@ -1,0 +1,244 @@
+"""`rspo train --dry-run`: what a configuration asks of a machine, and what of that is not here. Nothing is made,
+written or downloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from .config import Config, ConfigError
+from .envs import BatchedEnv, find_factory
+from .estimators import make_estimator
+from .memory import USABLE, MemorySetup
+from .model_checks import check_attention_device
+from .model_shapes import ModelShape, dense_shape, local_shape, published_shape
+from .policy_module import LARGE_VOCABULARY
+from .reporters import find_reporters
+from .rewards import training_rewards
+from .runs import build_env, check_split
+from .small_models import SPECIAL
+from .workload import Workload
+
+GB = 10**9
+USUAL_DEVICES = (80 * GB, 141 * GB)
+"""Memory of devices that an estimate is held against where none is here."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Findings:
+    """What would stop the run on this machine."""
+
+    problems: list[str] = field(default_factory=list)
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """What `work` gives; None, and a problem more, where it raises ConfigError."""
+        try:
+            return work()
+        except ConfigError as error:
+            self.problems.append(str(error))
+            return None
+
+
+def dry_run(config: Config) -> str:
+    """What a run with this configuration needs and does, as text to be read."""
+    findings = Findings()
+    devices = _devices(config, findings)
+    environment, max_turns, vocabulary = _environment(config, findings)
+    name, shape = _model(config, vocabulary, findings)
+    estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
+    has_critic = estimator is not None and estimator.needs_critic
+    findings.attempt(lambda: find_reporters(config.run.report_to))
+    about = [
+        f"{config.title} on {config.env.name}, {config.run.steps} updates of A, seed {config.run.seed}",
+        f"devices: {devices}",
+        f"model: {name}",
+        f"environment: {environment}",
+    ]
+    parts = ["\n".join(about)]
+    if max_turns is not None:
+        work = Workload(config, max_turns)
+        if shape is not None:
+            parts.append(_memory(config, memory_setup(config, work, shape, has_critic), findings))
+        parts.append(_batches(config, work))
+    if findings.problems:
+        parts.append("\n".join(["this would stop the run here:", *(f"  - {text}" for text in findings.problems)]))
+    else:
+        parts.append("nothing that would stop the run was found")
+    return "\n\n".join(parts)
+
+
+def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: bool) -> MemorySetup:
+    """What decides on the memory of a configured run."""
+    policy, rollout = config.policy, config.rollout
+    return MemorySetup(
+        shape,
+        weight_bytes=getattr(torch, policy.dtype).itemsize,
+        agent_b="device" if work.has_agent_b else "none",
+        reference=config.loss.kl_coef > 0,
+        critic=config.critic.backbone if has_critic else "none",
+        micro_batch_tokens=work.micro_batch_tokens,
+        micro_batch_responses=work.micro_batch_rows * work.responses_in_row,
+        eager=policy.attention == "eager",
+        checkpointing=policy.gradient_checkpointing,
+        fused=policy.fused == "on" or (policy.fused == "auto" and shape.vocab_size >= LARGE_VOCABULARY),
+        loss_parts=2 if work.replayed else 1,
+        generated_rows=min(rollout.max_batch, max(work.on_policy, work.collected)),
+        prompt_tokens=rollout.max_prompt_tokens,
+        response_tokens=rollout.max_response_tokens,
+    )
+
+
+def _devices(config: Config, findings: Findings) -> str:
+    device = config.policy.device
+    count = torch.cuda.device_count()
+    names = {torch.cuda.get_device_properties(i).name for i in range(count)}
+    here = f"{count} CUDA devices ({', '.join(sorted(names))})" if count else "no CUDA device"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
+    findings.attempt(lambda: check_attention_device(config.policy))
+    return f"asked for {device}; here {here}, {cores} CPU cores"
+
+
+def _environment(config: Config, findings: Findings) -> tuple[str, int | None, int | None]:
+    """In words; the turn limit, None where that is not known; and how many words it lists, where it does."""
+    made = findings.attempt(lambda: build_env(replace(config, env=replace(config.env, workers=0))))
+    has_dense_reward = made is None or made.has_dense_reward
+    findings.attempt(lambda: training_rewards(config, has_dense_reward, np.random.default_rng(0)))
+    if made is None:
+        return f"{config.env.name}, which cannot be opened here", _stated_turns(config), None
+    with closing(made) as env:
+        findings.attempt(lambda: check_split(env, config))
+        words = env.vocabulary()
+        text = f"{config.env.name}, {_tasks(env, 'train')} training tasks, {_tasks(env, config.evaluation.split)} of"
+        text += f" split {config.evaluation.split!r}, at most {env.max_turns} turns"
+        return text, env.max_turns, None if words is None else len(words)
+
+
+def _tasks(env: BatchedEnv, split: str) -> str:
+    try:
+        return f"{len(env.tasks(split)):,}"
+    except ValueError:
+        return "no"
+
+
+def _stated_turns(config: Config) -> int | None:
+    """The turn limit that the settings or the environment's constructor name, without making it."""
+    stated: Any = config.env.options.get("max_turns")
+    if stated is None:
+        try:
+            stated = signature(find_factory(config.env.name)).parameters["max_turns"].default
+        except (ImportError, KeyError, TypeError, ValueError):
+            return None
+    return stated if isinstance(stated, int) and stated > 0 else None
+
+
+def _model(config: Config, vocabulary: int | None, findings: Findings) -> tuple[str, ModelShape | None]:
+    """In words, and its shape where that is known without a download."""
+    path, dtype = config.policy.path, config.policy.dtype
+    if path is None:
+        shape: ModelShape | None = _small_shape(config, vocabulary)
+        name = "a small one, made and warmed up before training"
+    elif Path(path).is_dir():
+        shape, name = findings.attempt(lambda: local_shape(Path(path))), f"{path}, a local folder"
+    else:
+        shape, name = published_shape(path), f"{path}, not on this machine, its shape as published"
+        if not config.policy.allow_download:
+            findings.problems.append(
+                f"policy.path={path!r} is not a folder: --policy FOLDER, or --set policy.allow_download=true to let"
+                " transformers fetch it"
+            )
+    if shape is None:
+        return f"{path}, of unknown shape: no estimate of its memory", None
+    return f"{name}: {shape.parameters:,} weights in {dtype}", shape
+
+
+def _small_shape(config: Config, vocabulary: int | None) -> ModelShape:
+    """The model of `rspo.small_models`."""
+    settings = config.warmup
+    pieces = settings.pieces if vocabulary is None else vocabulary + len(SPECIAL)
+    heads = settings.width // 16
+    return dense_shape("llama", pieces, settings.width, 2 * settings.width, settings.layers, heads, heads, tied=True)
+
+
+def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
+    lines = ["memory of a device, calculated:"]
+    lines += [_line(name, size) for name, size in setup.parts.items()]
+    largest = max(setup.phases, key=lambda name: setup.phases[name])
+    lines += [
+        _line(f"{name}{', the largest' if name == largest else ''}", size, "for a moment")
+        for name, size in setup.phases.items()
+    ]
+    lines.append(_line("at the highest", setup.peak))
+    if config.rewards.model_path is not None:
+        lines.append(f"  and the process reward model at {config.rewards.model_path}, which is not counted")
+    other = replace(setup, fused=not setup.fused)
+    lines.append(
+        f"  of a micro-batch, head and loss take {setup.head / GB:.1f} GB;"
+        f" with policy.fused={'off' if setup.fused else 'on'} {other.head / GB:.1f} GB"
+    )
+    return "\n".join([*lines, _fits(setup.peak, config, findings)])
+
+
+def _fits(peak: int, config: Config, findings: Findings) -> str:
+    """Held against this machine's device, or where there is none of the kind against usual ones."""
+    total = _device_memory(config.policy.device)
+    if total is not None and peak > total:
+        findings.problems.append(f"{peak / GB:,.1f} GB do not fit the device's {total / GB:,.1f} GB")
+    sizes = USUAL_DEVICES if total is None else (total,)
+    words = ", ".join(f"{size / GB:,.0f} GB: {'yes' if peak <= USABLE * size else 'no'}" for size in sizes)
+    return f"  fits, a tenth left free, into {words}"
+
+
+def _device_memory(device: str) -> int | None:
+    """Bytes of a device, of the machine for its CPU; None where this machine has none of the kind."""
+    kind = device.partition(":")[0]
+    if kind == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    if kind == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _line(name: str, size: int, note: str = "") -> str:
+    scale, unit = (GB, "GB") if size >= GB / 100 else (10**6, "MB")
+    return f"  {name:<36}{size / scale:>8,.1f} {unit}  {note}".rstrip()
+
+
+def _batches(config: Config, work: Workload) -> str:
+    rollout, optimizer = config.rollout, config.optimizer
+    base = f"{work.sampled_without_swap:,} by {config.estimator_name} alone"
+    lines = ["batches:"]
+    if work.has_agent_b:
+        lines.append(
+            f"  a loop: {work.updates_b} updates of B, which then collects {config.swap.buffer_tasks} ×"
+            f" {rollout.group_size} = {work.collected} trajectories, and {work.updates_a} of A"
+        )
+    tasks = config.on_policy_tasks(work.alpha)
+    on_policy = f"{tasks} tasks × {rollout.group_size} = {work.on_policy} trajectories"
+    replay = f" and {work.replayed} replayed ones (α = {work.alpha:g})" if work.replayed else ""
+    lines += [
+        f"  an update of A: {on_policy}{replay}",
+        f"  its rows: {work.rows}, of {work.row_tokens:,} tokens at most",
+        f"  its mini-batches: {work.minibatches}, one optimiser step each"
+        + (f", {optimizer.epochs} passes" if optimizer.epochs > 1 else ""),
+        f"  micro-batches of a mini-batch: at most {work.micro_batches}, of {work.micro_batch_rows:,} rows of that"
+        f" length ({optimizer.micro_batch_tokens:,} tokens)",
+        f"  its tokens: at most {work.tokens:,}, of them {work.response_tokens:,} of responses",
+        f"  sampled for {work.updates_a} updates of A: {work.sampled:,} trajectories"
+        + (f", {base}" if work.sampled != work.sampled_without_swap else ""),
+        f"  sampled in the run: {work.sampled_in_run:,} trajectories",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,260 @@
+"""The paper's recipes hold the paper's settings, and a dry run of any configuration says what it needs, and stops."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rspo_toys import small_policy
+
+from rspo.cli import main
+from rspo.config import ConfigError, default_config, paper_config
+from rspo.config_io import flat_settings, load_config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
+SMALL = [RECIPES / "alfworld-small.yaml", RECIPES / "webshop-small.yaml"]
+WEIGHTS = {"1.5b": 1_543_714_304, "7b": 7_615_616_512}
+
+
+def parts(recipe: Path) -> tuple[str, str, str, bool]:
+    """Environment, size, base method, and whether RSPO is on top, by a recipe's name."""
+    env, model, method = recipe.stem.split("_")
+    return env, model.removeprefix("qwen2.5-"), method.removeprefix("rspo-"), method.startswith("rspo-")
+
+
+def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
+    """All settings of the paper's run: the preset's, and what differs between its rows."""
+    alfworld, ppo = env == "alfworld", base == "ppo"
+    settings = flat_settings(paper_config("rspo", base) if swaps else paper_config(base))
+    settings |= {
+        "env.name": env,
+        "env.options": {"prompt_style": "chat", "max_turns": 50 if alfworld else 15},
+        "policy.path": f"Qwen/Qwen2.5-{size.upper()}-Instruct",
+        "policy.dtype": "bfloat16",
+        "policy.attention": "flash_attention_2",
+        "policy.device": "cuda",
+        "rollout.tasks": 128 if ppo else 16,
+        "rollout.group_size": 1 if ppo else 8,
+        "rollout.max_prompt_tokens": 2048 if alfworld else 4096,
+        "rollout.max_response_tokens": 512,
+        "rollout.max_batch": 32,
+        "estimator.std": base != "gigpo" or alfworld,
+        "estimator.invalid_penalty": 0.1,
+        "optimizer.learning_rate": 1e-6,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.minibatch_rows": 256 if alfworld else 64,
+        "optimizer.micro_batch_tokens": 16384,
+        "critic.learning_rate": 1e-5,
+        "loss.kl_coef": 0.01,
+        "loss.entropy_coef": 0.001,
+        "loss.dual_clip": 3.0,
+        "loss.center_cap": None,
+        "run.steps": 150,
+        "run.seed": 0,
+        "evaluation.every": 5,
+        "evaluation.episodes": 128,
+        "evaluation.temperatures": (0.4,),
+    }
+    if swaps:
+        settings |= {"swap.k": 3, "swap.alpha": 0.125, "swap.buffer_tasks": 224 if ppo else 28}
+        settings |= {"rewards.dense": f"model:runs/reward-model-{env}"}
+    return settings
+
+
+@pytest.fixture
+def nothing_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty folder to run in, without data, without a network."""
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a dry run must not use the network")
+
+    monkeypatch.delenv("ALFWORLD_DATA", raising=False)
+    monkeypatch.delenv("WEBSHOP_DATA", raising=False)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """What a dry run prints; it must succeed."""
+    assert main(["train", "--dry-run", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+# The recipes
+
+
+def test_there_is_one_for_each_row_of_table_1() -> None:
+    rows = [(e, s, b, r) for e in ("alfworld", "webshop") for s in ("1.5b", "7b") for b in ("gigpo", "grpo", "ppo")
+            for r in (False, True)]  # fmt: skip
+    assert sorted(parts(recipe) for recipe in PAPER) == sorted(rows)
+
+
+@pytest.mark.parametrize("recipe", PAPER, ids=lambda path: path.stem)
+def test_settings_are_the_papers(recipe: Path) -> None:
+    assert flat_settings(load_config(recipe)) == expected(*parts(recipe))
+
+
+@pytest.mark.parametrize("recipe", PAPER, ids=lambda path: path.stem)
+def test_first_lines_say_what_it_is(recipe: Path) -> None:
+    """The command names this file, and the number is the README's."""
+    text = recipe.read_text(encoding="utf-8")
+    env, size, base, swaps = parts(recipe)
+    assert f"--config recipes/paper/{recipe.name}" in text
+    assert text.startswith(f"# {'RSPO+' if swaps else ''}{ {'gigpo': 'GiGPO'}.get(base, base.upper()) } on ")
+    assert f"Qwen2.5-{size.upper()}-Instruct" in text.splitlines()[0]
+    number = re.search(r"(\d+\.\d ± \d+\.\d) % success, seeds 0, 200, 400", text)
+    assert number is not None
+    assert f"[{number[1]}](paper/{recipe.name})" in (RECIPES / "README.md").read_text(encoding="utf-8")
+    assert {"alfworld": "ALFWORLD_DATA", "webshop": "WEBSHOP_DATA"}[env] in text
+
+
+def test_readme_links_to_every_recipe_once() -> None:
+    links = re.findall(r"\]\(([\w./-]+\.yaml)\)", (RECIPES / "README.md").read_text(encoding="utf-8"))
+    assert sorted(links) == sorted(str(path.relative_to(RECIPES)) for path in [*PAPER, *SMALL])
+
+
+@pytest.mark.parametrize("recipe", PAPER, ids=lambda path: path.stem)
+def test_a_dry_run_of_each_paper_recipe(recipe: Path, nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env, size, base, swaps = parts(recipe)
+    text = dry_run(capsys, "--config", recipe)
+    config = load_config(recipe)
+    assert text.startswith(f"{config.title} on {env}, 150 updates of A, seed 0\n")
+    assert f"{WEIGHTS[size]:,} weights in bfloat16" in text
+    assert f"env.name={env!r}" in text, "no data is a line, not a crash"
+    assert "is not a folder: --policy FOLDER" in text
+    turns, length = (50, 2560) if env == "alfworld" else (15, 4608)
+    assert f"its rows: 128 to {128 * turns:,}, of {length:,} tokens at most" in text
+    if swaps:
+        assert f"sampled for 3 updates of A: 896 trajectories, 384 by {base} alone" in text
+        assert "and 16 replayed ones (α = 0.125)" in text
+        assert f"runs/reward-model-{env}" in text
+    else:
+        assert "agent B" not in text
+        assert "sampled in the run: 19,200 trajectories" in text
+    if not torch.cuda.is_available():
+        assert "policy.device='cuda' cannot be used" in text
+    assert list(nothing_here.iterdir()) == [], "nothing is written"
+
+
+@pytest.mark.parametrize("recipe", SMALL, ids=lambda path: path.stem)
+def test_a_dry_run_of_the_small_recipes(recipe: Path, nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys, "--config", recipe)
+    assert "a small one, made and warmed up before training" in text
+    assert "sampled for 3 updates of A: 448 trajectories, 192 by grpo alone" in text
+    assert "which cannot be opened here" in text
+    assert list(nothing_here.iterdir()) == []
+
+
+def test_as_a_command(tmp_path: Path) -> None:
+    recipe = RECIPES / "paper" / "webshop_qwen2.5-7b_rspo-gigpo.yaml"
+    command = [sys.executable, "-m", "rspo", "train", "--config", str(recipe), "--dry-run"]
+    root = str(RECIPES.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": root, "PATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("RSPO+GiGPO on webshop, 150 updates of A, seed 0")
+    assert list(tmp_path.iterdir()) == []
+
+
+# What a dry run finds
+
+
+def test_household_needs_nothing(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys)
+    assert "environment: household, 461 training tasks, 115 of split 'eval', at most 12 turns" in text
+    assert "84,992 weights in float32" in text
+    assert text.endswith("nothing that would stop the run was found\n")
+    assert list(nothing_here.iterdir()) == []
+
+
+def test_a_local_model_is_counted(start: Path, nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys, "--policy", start)
+    assert f"model: {start}, a local folder: {small_policy().num_parameters:,} weights in float32" in text
+    assert "nothing that would stop" in text
+
+
+def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--policy", "Qwen/Qwen2.5-0.5B-Instruct", "--set", "policy.allow_download=true")
+    text = dry_run(capsys, *flags, "--set", "optimizer.micro_batch_tokens=130", "--set", "rollout.max_batch=1")
+    assert "494,032,768 weights in float32" in text
+    assert "is not a folder" not in text
+    text = dry_run(capsys, "--policy", "nobody/nothing")
+    assert "model: nobody/nothing, of unknown shape: no estimate of its memory" in text
+    assert "policy.path='nobody/nothing' is not a folder" in text
+    assert "its rows: 128 to 1,536" in text, "the arithmetic needs no model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["rewards.dense=model:runs/none"], "runs/none"),
+        (["rewards.dense=nowhere.to_be_found:reward"], "rewards.dense='nowhere.to_be_found:reward' cannot be imported"),
+        (["run.report_to=nowhere.to_be_found:Reporter"], "run.report_to: 'nowhere.to_be_found:Reporter'"),
+        (["base=nowhere.to_be_found:Estimator"], "nowhere.to_be_found"),
+        (["evaluation.split=moon"], "evaluation.split='moon'"),
+        (["env.name=nowhere.to_be_found:Env"], "env.name='nowhere.to_be_found:Env'"),
+        (["env.options={max_turns: 0}"], "max_turns"),
+        (["policy.device=meteor"], "policy.device='meteor' cannot be used"),
+        (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
+    ],
+)
+def test_what_would_stop_the_run_is_a_line(
+    flags: list[str], problem: str, nothing_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = dry_run(capsys, *(part for flag in flags for part in ("--set", flag)))
+    _, found, lines = text.partition("this would stop the run here:\n")
+    assert found
+    assert problem in lines
+
+
+def test_a_broken_model_folder_is_a_line(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (nothing_here / "model").mkdir()
+    (nothing_here / "model" / "config.json").write_text('{"model_type": "of-the-future"}')
+    text = dry_run(capsys, "--policy", "model")
+    assert "no causal LM that transformers knows is at 'model'" in text
+
+
+def test_what_does_not_fit_is_said(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--policy", "Qwen/Qwen2.5-32B-Instruct", "--set", "policy.allow_download=true")
+    assert "GB do not fit the device's" in dry_run(capsys, *flags)
+
+
+def test_a_wrong_configuration_is_an_error(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (nothing_here / "wrong.yaml").write_text("preset: paper\nrollout: {groups: 3}\n")
+    assert main(["train", "--config", "wrong.yaml", "--dry-run"]) == 2
+    assert "unknown setting 'rollout.groups'" in capsys.readouterr().err
+    assert main(["train", "--dry-run", "--set", "swap.alpha=1"]) == 2
+    assert main(["train", "--dry-run", "--config", "nowhere.yaml"]) == 2
+
+
+# Presets of files
+
+
+def test_a_file_may_name_its_preset(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("preset: paper\nmethod: ppo\nswap: {k: 5}\n")
+    config = load_config(path)
+    assert config.rollout == paper_config("ppo").rollout
+    assert (config.swap.k, config.optimizer.learning_rate) == (5, 1e-6)
+    assert load_config(path, default_config("ppo")).optimizer.learning_rate == 1e-3, "a given base is the base"
+    for wrong in ("best", "3", "[paper]"):
+        path.write_text(f"preset: {wrong}\n")
+        with pytest.raises(ConfigError, match=r"c\.yaml: preset must be one of 'default', 'paper'"):
+            load_config(path)
+
+
+def test_the_preset_flag_replaces_the_files(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (nothing_here / "c.yaml").write_text(yaml.safe_dump({"preset": "paper", "rollout": {"tasks": 4}}))
+    assert "150 updates of A" in dry_run(capsys, "--config", "c.yaml")
+    text = dry_run(capsys, "--config", "c.yaml", "--preset", "default", "--method", "grpo")
+    assert "GRPO on household, 54 updates of A" in text
+    assert "4 tasks × 8" in text
