@@ -85,7 +85,7 @@ class Trainer:
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
-            while self.books.step < self.config.run.steps and not self.ranks.from_main(self.observer.wants_stop):  # 3: for each loop do
+            while not self._is_over:  # 3: for each loop of RSPO do
                 self._loop()
                 self._save_if_due()
         except NonFiniteError as error:
@@ -147,6 +147,11 @@ class Trainer:
         if self._due(self.config.evaluation.every) or self.ranks.from_main(self.observer.wants_evaluation):
             self.books.evaluate(self.agent.policy)
         return on_policy
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all updates are made, or the observer has had enough."""
+        return self.books.step >= self.config.run.steps or self.ranks.from_main(self.observer.wants_stop)
 
     @property
     def alpha(self) -> float:
