@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from .config import Config
 from .critic import Critic
+from .distributed import ALONE, Ranks
 from .lora import has_adapter
 from .mixed_precision import MasterAdamW
 from .models import Policy
 from .offload import in_place_of
 from .randomness import named_seed
+from .sharded_tensors import whole
 
 
 class Agent:
@@ -26,16 +28,27 @@ class Agent:
         config: its optimisers, AdamW on float32 weights, and its critic.
         has_critic: give it a critic, fresh.
         critic: the one it has already.
+        ranks: the processes that train it together, each with an agent of its own that takes the same steps.
     """
 
-    def __init__(self, policy: Policy, config: Config, has_critic: bool = False, critic: Critic | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        has_critic: bool = False,
+        critic: Critic | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.policy = policy
         self.config = config
+        self.ranks = ranks
         self.critic = Critic(policy, config.critic) if has_critic and critic is None else critic
         shared = self.critic is not None and self.critic.body is None
         critic_parameters = _trained(self.critic) if self.critic is not None else []
-        self.optimizer = MasterAdamW([*_trained(policy.model), *(critic_parameters if shared else [])])
-        self.critic_optimizer = MasterAdamW(critic_parameters) if critic_parameters and not shared else None
+        bodies = [policy.model] if self.critic is None or shared else [policy.model, self.critic.body]
+        rounded = [p for body in bodies for p in body.parameters()] if policy.rounds else []
+        self.optimizer = MasterAdamW([*_trained(policy.model), *(critic_parameters if shared else [])], rounded)
+        self.critic_optimizer = MasterAdamW(critic_parameters, rounded) if critic_parameters and not shared else None
         self.set_learning_rates()
 
     def set_learning_rates(self, factor: float = 1.0) -> None:
@@ -78,10 +91,12 @@ class Agent:
                 weight.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
-        """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""
-        norms = {"gradient_norm": _clip(self.optimizer, self.config.optimizer.grad_clip)}
+        """Sum the gradients over all processes and clip those of each optimiser's weights, where they are finite;
+        their norms before that, 0-d."""
+        limit = self.config.optimizer.grad_clip
+        norms = {"gradient_norm": _clip(self.optimizer, limit, self.ranks)}
         if self.critic_optimizer is not None:
-            norms["critic/gradient_norm"] = _clip(self.critic_optimizer, self.config.optimizer.grad_clip)
+            norms["critic/gradient_norm"] = _clip(self.critic_optimizer, limit, self.ranks)
         return norms
 
     def step(self) -> None:
@@ -108,8 +123,8 @@ class Agent:
         if self.config.swap.copy == "adapter":
             settings, seed = self.config.lora, named_seed(self.config.run.seed, "adapter of B")
             critic = self.critic.adapted(settings, seed) if self.critic is not None else None
-            return Agent(self.policy.adapted(settings, seed), self.config, critic=critic)
-        twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
+            return Agent(self.policy.adapted(settings, seed), self.config, critic=critic, ranks=self.ranks)
+        twin = Agent(self.policy.copy(), self.config, self.critic is not None, ranks=self.ranks)
         if self.critic is not None and twin.critic is not None:
             twin.critic.load_trained_state(self.critic.trained_state())
         twin.load_optimizers(self.optimizer_states(), weights_only=fresh_optimizer)
@@ -136,10 +151,11 @@ def _trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def _clip(optimizer: MasterAdamW, limit: float) -> Tensor:
+def _clip(optimizer: MasterAdamW, limit: float, ranks: Ranks) -> Tensor:
     optimizer.take_gradients()
+    ranks.sum_gradients(optimizer.masters)
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))
     # Gradients with a norm that is not finite stay as they are, so that it can be seen which of them are to blame.
     torch.nn.utils.clip_grads_with_norm_(parameters, limit, torch.where(torch.isfinite(norm), norm, 0.0))
     return norm

@@ -163,18 +163,7 @@ class Batch:
 
         Within a piece the rows keep their order, and so do their tokens.
         """
-        sorted_lengths, order = torch.sort(self.row_lengths, stable=True)
-        lengths = sorted_lengths.tolist()
-        pieces, start, held = [], 0, lengths[0]
-        for end in range(1, len(lengths) + 1):
-            if end < len(lengths):
-                grown = held + lengths[end] if packed else (end + 1 - start) * lengths[end]
-            if end == len(lengths) or grown > max_tokens:
-                pieces.append(order[start:end].sort().values)
-                start, held = end, lengths[end] if end < len(lengths) else 0
-            else:
-                held = grown
-        return pieces
+        return cut(self.row_lengths, max_tokens, packed)
 
     def segments(self) -> Segments:
         """Turns, and rows as sequences: in the per_turn layout each turn is a sequence of its own, as in verl-agent."""
@@ -188,6 +177,23 @@ class Batch:
         """The batch on a device."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         return Batch(**{name: value.to(device) for name, value in values.items() if value is not None})
+
+
+def cut(row_lengths: Tensor, max_tokens: int, packed: bool = False) -> list[Tensor]:
+    """Indices of rows of the given lengths (int64 [R]) in pieces, as by `Batch.micro_batches`; none of no rows."""
+    sorted_lengths, order = torch.sort(row_lengths, stable=True)
+    lengths = sorted_lengths.tolist()
+    pieces: list[Tensor] = []
+    start, held = 0, lengths[0] if lengths else 0
+    for end in range(1, len(lengths) + 1):
+        if end < len(lengths):
+            grown = held + lengths[end] if packed else (end + 1 - start) * lengths[end]
+        if end == len(lengths) or grown > max_tokens:
+            pieces.append(order[start:end].sort().values)
+            start, held = end, lengths[end] if end < len(lengths) else 0
+        else:
+            held = grown
+    return pieces
 
 
 def _index(name: str, rows: Tensor, turns: Tensor, tokens: Tensor) -> Tensor:

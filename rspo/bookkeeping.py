@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .config import Config
+from .distributed import ALONE, Ranks
 from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .evaluate import evaluate
@@ -28,9 +29,16 @@ class Bookkeeper:
     """
 
     def __init__(
-        self, config: Config, env: BatchedEnv, tracker: Tracker, timer: PhaseTimer, backend: Backend = LOCAL
+        self,
+        config: Config,
+        env: BatchedEnv,
+        tracker: Tracker,
+        timer: PhaseTimer,
+        ranks: Ranks = ALONE,
+        backend: Backend = LOCAL,
     ) -> None:
         self.config = config
+        self.ranks = ranks
         self.env = env
         self.tracker = tracker
         self.timer = timer
@@ -66,14 +74,16 @@ class Bookkeeper:
 
     def evaluate(self, policy: Policy) -> dict[str, float]:
         """Evaluate on held-out episodes and write some out; its time and samples are not part of the cost."""
-        evaluation = evaluate(policy, self.env, self.config, progress=self.tracker.progress, backend=self.backend)
+        evaluation = evaluate(
+            policy, self.env, self.config, progress=self.tracker.progress, ranks=self.ranks, backend=self.backend
+        )
         values = evaluation.metrics()
         settings = self.config.evaluation
         played = sum(len(trajectories) for trajectories in evaluation.episodes.values())
         values["lost_episodes"] = settings.episodes * len(settings.temperatures) - played
-        values["skipped_tasks"] = self.env.skipped_tasks
+        values["skipped_tasks"] = max(self.ranks.gather(lambda: self.env.skipped_tasks))
         self.tracker.record("evaluation", self.step, {**values, **self.cost()})
-        if self.config.evaluation.transcripts > 0:
+        if self.config.evaluation.transcripts > 0 and self.ranks.is_main:
             path = self.tracker.folder / TRANSCRIPTS / f"step-{self.step:06d}.txt"
             write_transcripts(path, policy, evaluation, self.config.evaluation.transcripts, self.step)
         self.tracker.say(f"after {self.step} updates and {self.trajectories:,} trajectories: {evaluation}")

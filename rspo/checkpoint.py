@@ -21,8 +21,11 @@ from torch import Tensor
 from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
+from .distributed import ALONE, Ranks
 from .lora import is_adapter
 from .models import Policy
+from .sharded_tensors import gathered
+from .sharding import load_policy
 from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
@@ -39,30 +42,42 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Sequence[Trajectory] = ()) -> None:
-    """Write a checkpoint folder; `state` holds plain values only. Raises StorageError; earlier checkpoints remain."""
+    """Write a checkpoint folder, by the main process for all; `state` holds plain values only. Raises StorageError;
+    earlier checkpoints remain."""
     state = {**state, "method": agent.config.method, "estimator": agent.config.estimator_name}
-    with new_folder(path) as folder:
-        agent.policy.save(folder)
-        if agent.critic is not None:
-            save_file(agent.critic.trained_state(), folder / "critic.safetensors")
-        with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
-            torch.save(agent.optimizer_states(), binary)
-        (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        if buffer:
-            with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+    ranks = agent.ranks
+    weights = agent.policy.gathered_weights()
+    critic = gathered(agent.critic.trained_state(), ranks.is_main) if agent.critic is not None else None
+    optimizers = gathered(agent.optimizer_states(), ranks.is_main)
+
+    def save() -> None:
+        with new_folder(path) as folder:
+            agent.policy.save(folder, weights)
+            if critic is not None:
+                save_file(critic, folder / "critic.safetensors")
+            with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
+                torch.save(optimizers, binary)
+            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            if buffer:
+                with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
+                    file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+
+    ranks.from_main(save)
 
 
-def load_checkpoint(path: Path, config: Config, has_critic: bool, base: Policy | None = None) -> Checkpoint:
+def load_checkpoint(
+    path: Path, config: Config, has_critic: bool, base: Policy | None = None, ranks: Ranks = ALONE
+) -> Checkpoint:
     """Read a checkpoint folder; nothing in it is unpickled as code.
 
     has_critic: whether the method's agents have a critic.
     base: what an adapter in it stands on; None: loaded from where the adapter says.
+    ranks: the processes that train the agent.
 
     Raises ConfigError where the folder is incomplete, damaged, or of a run with another method or critic.
     """
     try:
-        return _load(path, config, has_critic, base)
+        return _load(path, config, has_critic, base, ranks)
     except ConfigError:
         raise
     except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
@@ -72,15 +87,15 @@ def load_checkpoint(path: Path, config: Config, has_critic: bool, base: Policy |
         ) from error
 
 
-def _load(path: Path, config: Config, has_critic: bool, base: Policy | None) -> Checkpoint:
+def _load(path: Path, config: Config, has_critic: bool, base: Policy | None, ranks: Ranks) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
     base = base if is_adapter(path) else None
-    policy = Policy.load(path, config.policy) if base is None else base.with_adapter_of(path)
-    agent = Agent(policy, config, has_critic)
+    policy = load_policy(path, config) if base is None else base.with_adapter_of(path)
+    agent = Agent(policy, config, has_critic, ranks=ranks)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.
@@ -104,7 +119,7 @@ def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: b
 
 def _load_critic(path: Path, critic: Critic, config: Config) -> None:
     """Raises ConfigError that names the weights which do not fit."""
-    saved = load_file(path / "critic.safetensors", device=config.policy.device)
+    saved = load_file(path / "critic.safetensors")
     wanted = critic.trained_state()
     shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
     wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]

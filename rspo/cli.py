@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from .collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from .config import ESTIMATORS, METHODS, PRESETS, Config, ConfigError
 from .config_io import apply_flags, load_config, method_names, preset, preset_name
+from .distributed import leave
 from .dry_run import dry_run
 from .engines import LOCAL, EngineError, expert_of, open_backend
 from .envs.alfworld import commands as alfworld_commands
@@ -317,6 +318,10 @@ def _train(parsed: argparse.Namespace) -> None:
         raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
     except (WorkerError, EngineError) as error:
         raise type(error)(f"{error}; {how_to_go_on(folder)}") from error
+
+    leave()
+    if not trainer.ranks.is_main:
+        return
 
     from .plotting import plot_runs
 

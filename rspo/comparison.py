@@ -18,9 +18,9 @@ from .tracking import read_metrics
 IGNORED = (
     "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "evaluation.transcripts",
     "policy.device", "policy.packing", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
-    "env.worker_timeout", "engine.url", "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries",
-    "engine.concurrency", "engine.push_weights", "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory",
-    "engine.sleep", "engine.mismatch_limit",
+    "env.worker_timeout", "parallel.processes", "parallel.shard", "engine.url", "engine.model", "engine.api_key_env",
+    "engine.timeout", "engine.retries", "engine.concurrency", "engine.push_weights", "engine.push_folder",
+    "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",
 )  # fmt: skip
 """Settings of how a run is made and kept, not of what it learns."""
 START = "policy.path"

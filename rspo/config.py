@@ -24,6 +24,7 @@ from .sections import (
     EstimatorConfig,
     EvaluationConfig,
     OptimizerConfig,
+    ParallelConfig,
     PolicyConfig,
     RewardConfig,
     RewardModelConfig,
@@ -60,6 +61,7 @@ class Config:
     loss: PolicyLossConfig = field(default_factory=lambda: PolicyLossConfig(center_cap=1.0))
     """The policy loss. The default bounds the clip centre of replayed tokens by 1; the paper's is unbounded."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
@@ -117,6 +119,11 @@ class Config:
             raise ConfigError("lora.rank must be > 0 with swap.copy='adapter': the size of agent B's adapter; got 0")
         if self.swap.copy == "adapter" and self.method != "rspo":
             raise ConfigError(f"swap.copy='adapter' needs an agent B, which method={self.method!r} does not have")
+        if self.parallel.shard != "none" and (rank > 0 or self.swap.copy != "device"):
+            raise ConfigError(
+                f"parallel.shard must be 'none' with lora.rank={rank} and swap.copy={self.swap.copy!r}, got"
+                f" {self.parallel.shard!r}: only whole models are sharded, with agent B as a copy beside agent A"
+            )
         if self.swap.copy == "offload" and rank > 0:
             raise ConfigError(
                 f"swap.copy must be 'device' with lora.rank={rank}, got 'offload': both agents are adapters on one"
@@ -235,6 +242,7 @@ __all__ = [
     "EstimatorConfig",
     "EvaluationConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PolicyConfig",
     "RewardConfig",
     "RewardModelConfig",

@@ -7,9 +7,11 @@ from torch import Tensor, nn
 
 from .batch import Batch
 from .config import AdapterConfig, CriticConfig
+from .distributed import ALONE, Ranks, of_tokens
 from .lora import add_adapter
 from .models import Policy
 from .policy_module import run_body
+from .sharded_tensors import assign
 from .sharing import copy_module, frozen_view
 
 
@@ -24,10 +26,11 @@ class Critic(nn.Module):
 
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         super().__init__()
-        self.body = copy_module(policy.model.base_model) if config.backbone == "own" else None
-        self.head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1, device=policy.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.body = policy.copy_body() if config.backbone == "own" else None
+        head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(head.weight)
+        nn.init.zeros_(head.bias)
+        self.head = policy.place(head)
 
     def adapted(self, settings: AdapterConfig, seed: int) -> Critic:
         """A critic that begins as this one, with a head of its own; a body is a fresh adapter over this one's body."""
@@ -44,7 +47,8 @@ class Critic(nn.Module):
 
     def load_trained_state(self, state: dict[str, Tensor]) -> None:
         """The inverse of `trained_state`."""
-        self.load_state_dict(state, strict=False)
+        for name, weight in self.trained_state().items():
+            assign(weight, state[name])
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""
@@ -57,13 +61,9 @@ class Critic(nn.Module):
         return self.of_hidden(hidden)
 
 
-@torch.no_grad()
-def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int) -> Tensor:
+def score_values(critic: Critic, policy: Policy, batch: Batch, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:
     """Values without a graph, float32 [N], in micro-batches of `max_tokens`."""
-    result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
-    for rows in batch.micro_batches(max_tokens, policy.packs):
-        result[torch.isin(batch.token_row, rows)] = critic.values(policy, batch.select(rows))
-    return result
+    return of_tokens(batch, max_tokens, policy.packs, lambda part: critic.values(policy, part), ranks)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

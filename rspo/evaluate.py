@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .config import Config
+from .distributed import ALONE, Ranks, play_groups
 from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .layouts import make_layout
@@ -128,35 +129,47 @@ def play(
     episodes: int,
     temperature: float,
     on_turn: Callable[[int, int], None] | None = None,
+    ranks: Ranks = ALONE,
     backend: Backend = LOCAL,
 ) -> list[Trajectory]:
-    """`episodes` episodes over the tasks of a split in turn, one each. The same episodes at every call, less those that
-    were lost with their environment's worker."""
+    """`episodes` episodes over the tasks of a split in turn, one each. The same episodes at every call (by as many
+    processes), less those that were lost with their environment's worker."""
     tasks = env.tasks(split)
     generator = torch.Generator(policy.device)
-    generator.manual_seed(named_seed(config.run.seed, "evaluation"))
-    with backend.engine(policy, config.rollout, generator, temperature) as engine:
-        trajectories = rollout(
-            env,
-            engine,
-            make_layout(config.env.layout, policy, env),
-            [tasks[i % len(tasks)] for i in range(episodes)],
-            range(EVALUATION_SEED, EVALUATION_SEED + episodes),
-            group_size=1,
-            history_length=config.env.history_length,
-            on_turn=on_turn,
-        )
-    return intact(trajectories)
+    generator.manual_seed(named_seed(config.run.seed, ranks.own_name("evaluation")))
+    mine = ranks.share(episodes)
+
+    def play_mine() -> list[Trajectory]:
+        with backend.engine(policy, config.rollout, generator, temperature) as engine:
+            return rollout(
+                env,
+                engine,
+                make_layout(config.env.layout, policy, env),
+                [tasks[i % len(tasks)] for i in mine],
+                [EVALUATION_SEED + i for i in mine],
+                group_size=1,
+                history_length=config.env.history_length,
+                on_turn=on_turn,
+            )
+
+    return intact(play_groups(ranks, play_mine))
 
 
 def evaluate(
-    policy: Policy, env: BatchedEnv, config: Config, *, progress: bool = False, backend: Backend = LOCAL
+    policy: Policy,
+    env: BatchedEnv,
+    config: Config,
+    *,
+    progress: bool = False,
+    ranks: Ranks = ALONE,
+    backend: Backend = LOCAL,
 ) -> Evaluation:
     """Play the held-out episodes that the configuration asks for, at each of its temperatures."""
     settings = config.evaluation
+    own = len(ranks.share(settings.episodes))
     played: dict[float, list[Trajectory]] = {}
     for temperature in settings.temperatures:
-        with episode_bar(f"evaluating at temperature {temperature:g}", settings.episodes, progress) as on_turn:
+        with episode_bar(f"evaluating at temperature {temperature:g}", own, progress) as on_turn:
             played[temperature] = play(
                 policy,
                 env,
@@ -165,6 +178,7 @@ def evaluate(
                 episodes=settings.episodes,
                 temperature=temperature,
                 on_turn=on_turn,
+                ranks=ranks,
                 backend=backend,
             )
     return Evaluation(settings.split, played)

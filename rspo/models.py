@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .batch import Batch
 from .config import AdapterConfig, ConfigError, PolicyConfig
+from .distributed import ALONE, Ranks, of_tokens
 from .gradient_checkpointing import recompute_layers
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_loaded
@@ -24,6 +26,9 @@ from .sharing import copy_module, frozen_view
 _VERSIONS = itertools.count()
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
+
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Policy:
@@ -36,6 +41,7 @@ class Policy:
         fused: as `PolicyConfig.fused`.
         chat: a chat template is used where there is one.
 
+    `rounds`: float32 weights are rounded to compute with them, and in files.
     `module` is the model with all that training computes of it; forward passes over batches go through it alone.
     """
 
@@ -51,6 +57,7 @@ class Policy:
         self.tokenizer = tokenizer
         self.packs, self.fused, self.chat = packs, fused, chat
         self.version = next(_VERSIONS)
+        self.rounds = False
         self.module = PolicyModule(self.model, packs, fused)
         self.cache_argument = _cache_argument(model)
 
@@ -92,9 +99,12 @@ class Policy:
         except ConfigError as error:
             raise ConfigError(f"the base of the LoRA adapter in {adapter} cannot be loaded: {error}") from error
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, weights: dict[str, Tensor] | None = None) -> None:
         """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
-        adapter only the adapter, as peft writes it."""
+        adapter only the adapter, as peft writes it.
+
+        weights: `gathered_weights`.
+        """
         if has_adapter(self.model):
             save_adapter(self.model, Path(path))
         else:
@@ -105,6 +115,23 @@ class Policy:
         """As `save`, but an adapter is merged into its base, which needs no peft to be loaded."""
         self.model.save_pretrained(str(path), state_dict=merged_weights(self.model), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
+
+    def gathered_weights(self) -> dict[str, Tensor] | None:
+        """What `save` needs of all processes where each has a share of the weights only: for all of them at once."""
+        return None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While the block runs, this process can run the model by itself, to generate. Sharded weights need it."""
+        yield
+
+    def copy_body(self) -> nn.Module:
+        """The model without its head, with trained weights of its own; a frozen base is shared."""
+        return copy_module(self.model.base_model)
+
+    def place(self, module: Module) -> Module:
+        """A module that is trained beside the model, on its device; it is float32."""
+        return module.to(self.device)
 
     def copy(self) -> Policy:
         """A policy with trained weights of its own; a frozen base and the tokenizer are shared."""
@@ -237,14 +264,9 @@ class Policy:
         return cast(tuple[Tensor, Tensor], self.module(batch, lambda predictions: predictions.logprobs(temperature)))
 
 
-@torch.no_grad()
-def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int) -> Tensor:
+def score(policy: Policy, batch: Batch, temperature: float, max_tokens: int, ranks: Ranks = ALONE) -> Tensor:
     """Log-probs of the response tokens without a graph, float32 [N], in micro-batches of `max_tokens`."""
-    result = torch.empty(batch.num_tokens, dtype=torch.float32, device=batch.targets.device)
-    for rows in batch.micro_batches(max_tokens, policy.packs):
-        chosen = torch.isin(batch.token_row, rows)
-        result[chosen] = policy.logprobs(batch.select(rows), temperature)[0]
-    return result
+    return of_tokens(batch, max_tokens, policy.packs, lambda part: policy.logprobs(part, temperature)[0], ranks)
 
 
 def _cache_argument(model: nn.Module) -> str:

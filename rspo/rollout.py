@@ -92,6 +92,8 @@ def rollout(
 
     on_turn: called after each turn with the number of turns played and of episodes that still run.
     """
+    if not tasks:
+        return []
     timer = timer or PhaseTimer()
     with timer("environment"):
         repeated = [task for task in tasks for _ in range(group_size)]

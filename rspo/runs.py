@@ -15,6 +15,7 @@ from .agent import Agent
 from .checkpoint import Checkpoint, drop_newer_checkpoints, list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
+from .distributed import ALONE, Ranks, join, placed
 from .engines import open_backend
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
@@ -26,18 +27,19 @@ from .observer import Observer
 from .randomness import named_seed
 from .reporters import find_reporters
 from .rewards import RewardFunction, training_rewards
+from .sharding import load_policy
 from .storage import new_folder, prepare_folder, tidy
-from .tracking import Tracker
+from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
 MAY_CHANGE = (
-    "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
-    "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
-    "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate", "engine.name", "engine.server", "engine.url",
-    "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries", "engine.concurrency",
-    "engine.push_weights", "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep",
-    "engine.mismatch_limit",
+    "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
+    "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
+    "policy.allow_download", "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate", "engine.name",
+    "engine.server", "engine.url", "engine.model", "engine.api_key_env", "engine.timeout", "engine.retries",
+    "engine.concurrency", "engine.push_weights", "engine.push_folder", "engine.tensor_parallel", "engine.gpu_memory",
+    "engine.sleep", "engine.mismatch_limit",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -70,22 +72,37 @@ def set_threads(config: Config) -> None:
 
 
 def start_policy(
-    config: Config, env: BatchedEnv, folder: Path, *, progress: bool, given: Policy | None = None
+    config: Config,
+    env: BatchedEnv,
+    folder: Path,
+    *,
+    progress: bool,
+    given: Policy | None = None,
+    ranks: Ranks = ALONE,
 ) -> Policy:
     """The policy that training starts from: `given`, or that of `policy.path`, or the tiny model, warmed up. One that
     `policy.path` does not name is kept in `folder/start`."""
+    if given is not None and config.parallel.shard != "none":
+        raise ConfigError(
+            f"parallel.shard={config.parallel.shard!r} needs a model that each process can load; save it, and give"
+            " policy.path instead of a policy"
+        )
     if config.policy.path is not None:
         require_whole_model(config.policy.path, "policy.path")
-        return given or Policy.load(config.policy.path, config.policy)
+        return given or load_policy(config.policy.path, config)
     cached = folder / "start"
-    if not cached.is_dir():
-        policy = given or fresh_start(config, env, progress=progress)
-        with new_folder(cached) as partial:
-            policy.save(partial)
+
+    def make() -> None:
+        if not cached.is_dir():
+            policy = given or fresh_start(config, env, progress=progress)
+            with new_folder(cached) as partial:
+                policy.save(partial)
+
+    ranks.from_main(make)
     if given is not None:
         return given
-    # Always through the file, so that a first and a resumed run start from the same numbers.
-    return Policy.load(cached, config.policy)
+    # Always through the file, so that a first and a resumed run start from the same numbers, and all processes.
+    return load_policy(cached, config)
 
 
 def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
@@ -123,19 +140,13 @@ def open_run(
         dense_reward: what `config.rewards.dense` names, where that cannot be imported.
         observer: is told what happens.
 
-    Raises ConfigError where a new run's folder holds one already, or where the settings of a resumed run are not those
-    it was started with; StorageError where the folder cannot be written.
+    Raises ConfigError where a new run's folder holds one already, where the settings of a resumed run are not those
+    it was started with, or where there are other processes or fewer devices than they ask for; StorageError where the
+    folder cannot be written.
     """
-    if resume:
-        _check_resumable(config, folder)
-    elif (folder / CONFIG_FILE).exists():
-        raise ConfigError(
-            f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
-            " (resume_from_checkpoint=True)"
-        )
-    else:
-        # Left by a start that broke off, of whatever settings.
-        shutil.rmtree(folder / "start", ignore_errors=True)
+    ranks = join(config)
+    as_given, config = config, placed(config, ranks)
+    ranks.from_main(lambda: _check_folder(as_given, folder, resume))
     set_threads(config)
     _check_device(config)
     env = env or build_env(config)
@@ -147,28 +158,50 @@ def open_run(
     backend = open_backend(config, folder)
     if config.lora.rank > 0:
         require_peft(f"lora.rank={config.lora.rank}")
-    prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, "start"):
-        tidy(folder, leftovers)
-    tidy(folder / "checkpoints")
-    start = start_policy(config, env, folder, progress=progress, given=policy)
-    check_run(start, config)
-    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start) if resume else None
+    ranks.from_main(lambda: _prepare(folder))
+    start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
+    with start.whole():
+        check_run(start, config)
+    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
-    if checkpoint:
-        drop_newer_checkpoints(folder / "checkpoints", state["step"])  # as their records are
+    if checkpoint:  # as their records are
+        ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
     policy, reference = policy_and_reference(start, config)
-    save_config(config, folder / CONFIG_FILE)
-    tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
-    agent = Agent(policy, config, has_critic=estimator.needs_critic)
+    ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
+    tracker = (
+        Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
+        if ranks.is_main
+        else Onlooker(folder)
+    )
+    agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
     trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
+
+
+def _check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
+    if resume:
+        _check_resumable(config, folder)
+    elif (folder / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
+            " (resume_from_checkpoint=True)"
+        )
+    else:
+        # Left by a start that broke off, of whatever settings.
+        shutil.rmtree(folder / "start", ignore_errors=True)
+
+
+def _prepare(folder: Path) -> None:
+    prepare_folder(folder)
+    for leftovers in (CONFIG_FILE, "start"):
+        tidy(folder, leftovers)
+    tidy(folder / "checkpoints")
 
 
 def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
@@ -184,18 +217,18 @@ def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy 
 
 
 def _checkpoint(
-    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy
+    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy, ranks: Ranks
 ) -> Checkpoint | None:
     """The checkpoint that a run goes on from; None where it has none yet. start: what adapters stand on."""
-    checkpoints = list_checkpoints(folder / "checkpoints")
+    checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints"))
     if not isinstance(resume, Path):
-        return load_checkpoint(checkpoints[-1], config, has_critic, start) if checkpoints else None
+        return load_checkpoint(checkpoints[-1], config, has_critic, start, ranks) if checkpoints else None
     if resume not in checkpoints:
         raise ConfigError(
             f"{resume} is not a checkpoint of the run in {folder}, which has"
             f" {', '.join(path.name for path in checkpoints) or 'none'}"
         )
-    return load_checkpoint(resume, config, has_critic, start)
+    return load_checkpoint(resume, config, has_critic, start, ranks)
 
 
 def _check_resumable(config: Config, folder: Path) -> None:

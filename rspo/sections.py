@@ -25,6 +25,7 @@ SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 COPIES = ("device", "offload", "adapter")
 DTYPES = ("float32", "bfloat16", "float16")
+SHARDS = ("none", "fsdp")
 REPORTERS = ("tensorboard", "wandb", "trackio")
 ENGINES = ("transformers", "vllm", "openai")
 SERVERS = ("vllm", "llama.cpp", "completions", "transformers", "chat")
@@ -516,6 +517,22 @@ class OptimizerConfig:
         if self.minibatch_rows is not None:
             at_least("optimizer.minibatch_rows", self.minibatch_rows, 1)
         betas("optimizer.betas", self.betas)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Several processes of one run, started by `accelerate launch` or `torchrun` (`rspo.distributed`)."""
+
+    processes: int | None = None
+    """How many the run needs; with another number it does not begin. None: as many as were started."""
+    shard: str = "none"
+    """What of the model each process holds: the whole ("none"), or with FSDP2 its share of the weights, gradients and
+    optimiser states ("fsdp")."""
+
+    def __post_init__(self) -> None:
+        if self.processes is not None:
+            at_least("parallel.processes", self.processes, 1)
+        one_of("parallel.shard", self.shard, SHARDS)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,31 @@ class Tracker:
             self.file.close()
 
 
+class Onlooker(Tracker):
+    """The tracker of a process that leaves records and progress to the main one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.listeners = []
+        self.progress = False
+        self.records = 0
+
+    def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Nothing."""
+
+    def sync(self) -> None:
+        """Nothing."""
+
+    def show(self, phase: str, values: Mapping[str, float], advance: int = 0) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 def _cut(path: Path, records: int) -> int:
     """Cut a file of records in place to the first `records`, which needs no room on the disk; how many there are."""
     kept = end = 0

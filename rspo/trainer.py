@@ -15,6 +15,7 @@ from .batch import Batch
 from .bookkeeping import Bookkeeper
 from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
 from .config import Config
+from .distributed import play_groups
 from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
 from .estimators import make_estimator
@@ -67,12 +68,12 @@ class Trainer:
         self.env = env
         self.agent = agent
         self.reference = reference
-        self.backend = backend
+        self.ranks, self.backend = agent.ranks, backend
         self.observer = observer or Observer()
         tracker.listeners.append(self.observer.on_record)
-        self.random = RandomStreams(config.run.seed, agent.policy.device)
+        self.random = RandomStreams(config.run.seed, agent.policy.device, self.ranks)
         self.timer = PhaseTimer()
-        self.books = Bookkeeper(config, env, tracker, self.timer, backend)
+        self.books = Bookkeeper(config, env, tracker, self.timer, self.ranks, backend)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
@@ -88,7 +89,7 @@ class Trainer:
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
-            while self.books.step < self.config.run.steps and not self.observer.wants_stop():  # 3: for each loop do
+            while not self._is_over:  # 3: for each loop of RSPO do
                 self._loop()
                 self._save_if_due()
         except NonFiniteError as error:
@@ -147,9 +148,14 @@ class Trainer:
             stats["replay/success"] = trajectory_metrics(replayed)["success"]
         self.books.step += 1
         self.books.record("update", on_policy, stats)
-        if self._due(self.config.evaluation.every) or self.observer.wants_evaluation():
+        if self._due(self.config.evaluation.every) or self.ranks.from_main(self.observer.wants_evaluation):
             self.books.evaluate(self.agent.policy)
         return on_policy
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether all updates are made, or the observer has had enough."""
+        return self.books.step >= self.config.run.steps or self.ranks.from_main(self.observer.wants_stop)
 
     @property
     def alpha(self) -> float:
@@ -157,31 +163,34 @@ class Trainer:
         return self.config.alpha_at(self.books.step) if self.swaps else 0.0
 
     def _rollout(self, agent: Agent, num_tasks: int) -> list[Trajectory]:
-        """Play random training tasks, `group_size` times each."""
+        """Play random training tasks, `group_size` times each; each process its share of them, all get all."""
         tasks = self.env.tasks("train")
         chosen = self.random.tasks.choice(len(tasks), size=num_tasks, replace=num_tasks > len(tasks))
         seeds = self.random.tasks.integers(2**31, size=num_tasks).tolist()
-        episodes = num_tasks * self.config.rollout.group_size
-        with (
-            self.backend.engine(agent.policy, self.config.rollout, self.random.sampling) as engine,
-            episode_bar("playing", episodes, self.books.tracker.progress) as on_turn,
-        ):
-            trajectories = rollout(
-                self.env,
-                engine,
-                make_layout(self.config.env.layout, agent.policy, self.env),
-                [tasks[i] for i in chosen],
-                seeds,
-                group_size=self.config.rollout.group_size,
-                history_length=self.config.env.history_length,
-                timer=self.timer,
-                on_turn=on_turn,
-            )
+        mine, group_size = self.ranks.share(num_tasks), self.config.rollout.group_size
+
+        def play_mine() -> list[Trajectory]:
+            bar = episode_bar("playing", len(mine) * group_size, self.books.tracker.progress)
+            acting = self.backend.engine(agent.policy, self.config.rollout, self.random.sampling)
+            with acting as engine, bar as on_turn:
+                return rollout(
+                    self.env,
+                    engine,
+                    make_layout(self.config.env.layout, agent.policy, self.env),
+                    [tasks[chosen[i]] for i in mine],
+                    [seeds[i] for i in mine],
+                    group_size=group_size,
+                    history_length=self.config.env.history_length,
+                    timer=self.timer,
+                    on_turn=on_turn,
+                )
+
+        trajectories = play_groups(self.ranks, play_mine)
         self.books.count(trajectories)
         trajectories = intact(trajectories)
         if self.config.rescores:
             with self.timer("logprobs"):
-                rescore(agent.policy, trajectories, self.config)
+                rescore(agent.policy, trajectories, self.config, self.ranks)
             check_mismatch(trajectories, self.config.engine)
         return trajectories
 
@@ -205,12 +214,12 @@ class Trainer:
 
     def _save_if_due(self) -> None:
         folder, every, step = self.folder / "checkpoints", self.config.run.save_every, self.books.step
-        saved = list_checkpoints(folder)
+        saved = self.ranks.from_main(lambda: list_checkpoints(folder))
         latest = int(saved[-1].name.split("-")[1]) if saved else 0
         due = step == self.config.run.steps or (every > 0 and step // every > latest // every)
-        if due or self.observer.wants_checkpoint() or self.observer.wants_stop():
+        if self.ranks.from_main(lambda: due or self.observer.wants_checkpoint() or self.observer.wants_stop()):
             self._save(checkpoint_path(folder, step))
-            prune_checkpoints(folder, self.config.run.keep)
+            self.ranks.from_main(lambda: prune_checkpoints(folder, self.config.run.keep))
             self.observer.on_save(checkpoint_path(folder, step))
 
     def _save(self, path: Path) -> None:

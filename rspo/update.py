@@ -2,7 +2,7 @@
 
 Eq. 1 of the paper, J = (1 - α)·J_on + α·J_off, weights two means. A mean over all of an update's on-policy (or
 replayed) terms becomes a sum over micro-batches with one common divisor, so that the gradient depends neither on how
-rows fall into micro-batches nor on the padding.
+rows fall into micro-batches nor on the padding, nor on which process computes them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from .agent import Agent
 from .batch import Batch
 from .config import Config, OptimizerConfig
 from .critic import score_values, value_loss
+from .distributed import ALONE, Ranks
 from .mismatch import importance_weights
 from .models import Policy, score
 from .policy_module import Predictions
 from .rewards import NonFiniteError
+from .sharded_tensors import local
 from .timing import PhaseTimer
 from .trajectory import Trajectory
 
@@ -74,10 +76,10 @@ class Mixture:
         return torch.stack(losses).sum(), stats
 
 
-def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config) -> None:
+def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config, ranks: Ranks = ALONE) -> None:
     """Set the responses' behaviour log-probs to those of training forward passes under the policy that wrote them."""
     batch = Batch.from_trajectories(trajectories, config.env.layout).to(policy.device)
-    logp = score(policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
+    logp = score(policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens, ranks)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     for turn, part in zip(turns, logp.split(batch.turn_lengths.tolist()), strict=True):
         if config.engine.name == "transformers":  # whose log-probs at generation are those of its rollout
@@ -91,28 +93,29 @@ def prepare(
     """The batch with what one update holds fixed: log-probs of replayed rows under the policy as it is now (old
     log-probs; those of on-policy rows are the rollout's), those under the reference where the loss asks for them, the
     importance weights of an engine that is not the training model, and the critic's values, where there is a critic."""
-    temperature, max_tokens = config.rollout.temperature, config.optimizer.micro_batch_tokens
+    temperature, max_tokens, ranks = config.rollout.temperature, config.optimizer.micro_batch_tokens, agent.ranks
     if config.engine.importance_cap is not None:
         weights = importance_weights(trajectories, config.engine.importance_cap)
         batch = replace(batch, weights=torch.from_numpy(weights).to(batch.targets.device))
     if batch.is_replay.any():
         rows = batch.token_row[batch.is_replay].unique()
         old_logp = batch.old_logp.clone()
-        old_logp[batch.is_replay] = score(agent.policy, batch.select(rows), temperature, max_tokens)
+        old_logp[batch.is_replay] = score(agent.policy, batch.select(rows), temperature, max_tokens, ranks)
         batch = replace(batch, old_logp=old_logp)
         if config.swap.ignore_behavior:
             batch = replace(batch, behavior_logp=old_logp)
     if config.loss.kl_coef > 0:
         if reference is None:
             raise ValueError(f"loss.kl_coef={config.loss.kl_coef} needs a reference policy, got None")
-        batch = replace(batch, ref_logp=score(reference, batch, temperature, max_tokens))
+        batch = replace(batch, ref_logp=score(reference, batch, temperature, max_tokens, ranks))
     if agent.critic is not None:
-        values = score_values(agent.critic, agent.policy, batch, max_tokens)
+        values = score_values(agent.critic, agent.policy, batch, max_tokens, ranks)
         bootstrap = torch.zeros_like(values)
         cut_off = [i for i, trajectory in enumerate(trajectories) if trajectory.final_prompt_ids is not None]
         if cut_off and config.estimator.bootstrap:
             states = Batch.from_prompts([_final_prompt(trajectories[i]) for i in cut_off]).to(values.device)
-            bootstrap[batch.last_tokens(cut_off)] = score_values(agent.critic, agent.policy, states, max_tokens)
+            after = score_values(agent.critic, agent.policy, states, max_tokens, ranks)
+            bootstrap[batch.last_tokens(cut_off)] = after
         batch = replace(batch, values=values, bootstrap=bootstrap)
     return batch
 
@@ -144,28 +147,32 @@ def update(
     Raises:
         NonFiniteError: names the trajectory or parameter; the weights are still those before the failing step.
     """
+    ranks, settings = agent.ranks, config.optimizer
     mixture = Mixture.of(batch, config.loss, alpha, config.swap.mixture == "pooled")
     statistics = UpdateStatistics()
-    for _ in range(config.optimizer.epochs):
-        minibatches = deal(batch, config.optimizer, rng)
+    for _ in range(settings.epochs):
+        minibatches = deal(batch, settings, rng)
         for rows in minibatches:
             minibatch = batch.select(rows)
             with timer("loss_backward"):
                 agent.zero_grad()
                 finite = torch.ones((), dtype=torch.bool, device=batch.targets.device)
-                for micro_rows in minibatch.micro_batches(config.optimizer.micro_batch_tokens, agent.policy.packs):
+                pieces = ranks.micro_batches(minibatch, settings.micro_batch_tokens, agent.policy.packs)
+                for micro_rows, counts in pieces:
                     loss, stats = _losses(agent, minibatch.select(micro_rows), batch.num_tokens, mixture, config)
                     # The divisors are those of the whole update, of which a mini-batch is one part.
-                    (loss * len(minibatches)).backward()
-                    statistics.add(stats, loss.detach())
-                    finite &= torch.isfinite(loss.detach())
+                    (loss * len(minibatches) * counts).backward()
+                    if counts:
+                        statistics.add(stats, loss.detach())
+                        finite &= torch.isfinite(loss.detach())
             with timer("optimizer"):
                 norms = agent.clip_gradients()
-                if not finite & torch.isfinite(torch.stack(list(norms.values()))).all():
+                finite &= torch.isfinite(torch.stack(list(norms.values()))).all()
+                if ranks.sum((~finite).float()):
                     raise NonFiniteError(_diagnosis(agent, batch, trajectories, config))
                 agent.step()
             statistics.add_norms(norms)
-    return statistics.result(config.optimizer.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
+    return statistics.over(ranks).result(settings.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
 
 
 def _losses(
@@ -220,6 +227,16 @@ class UpdateStatistics:
         """Add the gradients' norms of a mini-batch."""
         for name, norm in norms.items():
             self.norms[name].append(float(norm))
+
+    def over(self, ranks: Ranks) -> UpdateStatistics:
+        """The statistics of all processes, whose norms are the same."""
+        whole = UpdateStatistics()
+        whole.norms = self.norms
+        for parts, losses in ranks.gather(lambda: (dict(self.parts), self.losses)):
+            for part, values in parts.items():
+                whole.parts[part] += values
+            whole.losses += losses
+        return whole
 
     def result(self, epochs: int) -> dict[str, float]:
         """Over all tokens under plain names, over replayed tokens as `replay/...`; losses are means over epochs."""
@@ -276,7 +293,8 @@ def _log_center_quantiles(batch: Batch) -> dict[str, float]:
 def _diagnosis(agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], config: Config) -> str:
     """Where a gradient that is not finite comes from. Advantages come last: whitening spreads one bad value over all
     of them."""
-    logp = score(agent.policy, batch, config.rollout.temperature, config.optimizer.micro_batch_tokens)
+    settings = config.optimizer
+    logp = score(agent.policy, batch, config.rollout.temperature, settings.micro_batch_tokens, agent.ranks)
     named = {
         "log-prob": logp,
         "old log-prob": batch.old_logp,
@@ -297,7 +315,13 @@ def _diagnosis(agent: Agent, batch: Batch, trajectories: Sequence[Trajectory], c
         culprit = trajectories[int(batch.turn_trajectory[turn])]
         values = ", ".join(f"{name} {float(x):g}" for name, x in zip(named, inputs[:, bad[0]], strict=True))
         return f"turn {int(batch.turn_index[turn])} of {culprit} has {values}"
-    for name, parameter in agent.named_parameters():
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-            return f"the gradient of parameter {name!r} is not finite"
+    found = next((names for names in agent.ranks.gather(lambda: _bad_gradients(agent)) if names), None)
+    if found:
+        return f"the gradient of parameter {found[0]!r} is not finite"
     return "the loss or the gradient's norm is not finite"
+
+
+def _bad_gradients(agent: Agent) -> list[str]:
+    """Names of the parameters whose gradient, or this process's part of it, is not finite."""
+    named = ((name, local(p.grad)) for name, p in agent.named_parameters() if p.grad is not None)
+    return [name for name, gradient in named if not torch.isfinite(gradient).all()]

@@ -128,7 +128,8 @@ class TransformersBackend(Backend):
     def engine(
         self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
     ) -> Iterator[TransformersEngine]:
-        yield TransformersEngine(policy, config, generator, temperature)
+        with policy.whole():
+            yield TransformersEngine(policy, config, generator, temperature)
 
 
 LOCAL = TransformersBackend()
