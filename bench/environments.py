@@ -27,7 +27,7 @@ from .report import RESULTS, Report, environment, markdown
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ENVIRONMENTS = ("alfworld", "webshop")
-STEPS = {"rspo": 24, "grpo": 60}
+STEPS = {"rspo": 18, "grpo": 45}
 """Updates of A that sample about as many trajectories: RSPO's takes 7 tasks, B's 8, and 14/3 are collected."""
 TITLES = {"grpo": "GRPO", "rspo": "RSPO+GRPO"}
 SEEDS = (0,)
