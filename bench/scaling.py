@@ -104,7 +104,8 @@ CHOICES = (
     (f"LoRA of rank {RANK} for both", "device", RANK, GENERATED_ROWS),
     ("the same, other GPUs generate", "device", RANK, 0),
 )
-"""A name, `swap.copy`, `lora.rank`, sequences generated at once. Where all weights are trained, GPUs share them."""
+"""A name, `swap.copy`, `lora.rank`, sequences generated at once. Where all weights are trained, GPUs share them; other
+copies of B than "device" are shown for one GPU."""
 
 
 def _peaks() -> str:
@@ -112,7 +113,8 @@ def _peaks() -> str:
     for model in MODELS:
         for name, agent_b, rank, rows in CHOICES:
             setups = [replace(setup(model, gpus, agent_b, rank), generated_rows=rows) for gpus in GPUS]
-            lines.append([model, name, *(_fitting(each.peak) for each in setups)])
+            shown = [_fitting(each.peak) for each in setups]
+            lines.append([model, name, *(shown if agent_b in ("none", "device") else [shown[0], "", ""])])
     return markdown(["model", "trained", *(f"{n} GPU{'s' * (n > 1)}" for n in GPUS)], lines)
 
 
