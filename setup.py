@@ -53,8 +53,8 @@ setup(
     install_requires=KERNELS + TRAINER,
     extras_require={
         "tensorboard": TENSORBOARD,
-        "wandb": ["wandb>=0.18"],
-        "trackio": ["trackio>=0.2"],
+        "wandb": ["wandb>=0.20"],
+        "trackio": ["trackio>=0.43"],
         "lora": LORA,
         "distributed": DISTRIBUTED,
         "openai": OPENAI,

@@ -131,3 +131,10 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
     """Delete all but the newest `keep`."""
     for path in list_checkpoints(folder)[:-keep]:
         remove_folder(path)
+
+
+def drop_newer_checkpoints(folder: Path, step: int) -> None:
+    """Delete those after a step."""
+    for path in list_checkpoints(folder):
+        if path > checkpoint_path(folder, step):
+            remove_folder(path)

@@ -28,7 +28,16 @@ from .play import Game, choose_task, play_game
 from .reward_model import SETTINGS_FILE
 from .reward_training import train_reward_model
 from .rewards import NonFiniteError
-from .runs import CONFIG_FILE, build_env, check_split, how_to_go_on, open_run, set_threads, trained_policy
+from .runs import (
+    CONFIG_FILE,
+    build_env,
+    check_split,
+    default_folder,
+    how_to_go_on,
+    open_run,
+    set_threads,
+    trained_policy,
+)
 from .storage import StorageError, writing
 from .summary import summary_table
 from .warmup import fresh_policy
@@ -283,8 +292,7 @@ def _train(parsed: argparse.Namespace) -> None:
     if parsed.dry_run:
         print(dry_run(config))
         return
-    name = config.env.name.rpartition(":")[2]
-    folder = parsed.out or Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
+    folder = parsed.out or default_folder(config)
     try:
         trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
         try:

@@ -18,6 +18,9 @@ from rspo_kernels.config import DEFAULTS
 from .config import PRESETS, Config, ConfigError
 from .storage import write_text
 
+CONFIG_FILE = "config.yaml"
+"""Under which a run's folder holds its configuration."""
+
 
 def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
     """The named preset of a method. Raises ConfigError naming the presets there are."""
@@ -30,11 +33,17 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
     """A YAML file laid over `base`, or over the preset that the file names, for its own method. Raises ConfigError
     naming the file."""
     values = _read(path)
-    settings = {name: value for name, value in values.items() if name != "preset"}
     try:
-        return overlay(base or preset(_preset_name(values), **_method_names(values)), settings)
+        return config_from(values, base)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def config_from(values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """Sections as in a YAML file, laid over `base`, or over the preset that they name, for their own method."""
+    settings = {name: value for name, value in values.items() if name != "preset"}
+    config: Config = overlay(base or preset(_preset_name(values), **_method_names(values)), settings)
+    return config
 
 
 def method_names(path: str | Path) -> dict[str, str]:

@@ -142,7 +142,7 @@ def _logits_of(model: PreTrainedModel, body: nn.Module, probe: Tensor, hidden: T
 def _close(head: Head, hidden: Tensor, logits: Tensor) -> bool:
     """Whether logits are the head's up to the rounding of the few steps that it takes in the model's dtype."""
     expected = head.logits(hidden)
-    if expected.shape != logits.shape:
+    if expected.shape != logits.shape or not expected.isfinite().all():
         return False
     unit = torch.finfo(hidden.dtype).eps
     return torch.allclose(logits.float(), expected.float(), rtol=4 * unit, atol=unit * float(expected.abs().max()))

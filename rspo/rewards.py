@@ -43,15 +43,12 @@ class NamedReward:
 
     Args:
         name: "package.module:function", the setting `rewards.dense`. Raises ConfigError where that is no function.
+        function: what it names, where that cannot be imported.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, function: RewardFunction | None = None) -> None:
         self.name = name
-        module_name, _, attribute = name.partition(":")
-        try:
-            self.function = getattr(importlib.import_module(module_name), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"rewards.dense={name!r} cannot be imported: {error}") from error
+        self.function: Any = function or _imported(name)
         if not callable(self.function):
             raise self._wrong(f"it is of type {type(self.function).__name__}")
 
@@ -80,6 +77,14 @@ class NamedReward:
         return ConfigError(
             f"rewards.dense={self.name!r} must be a function of a Trajectory to one number per turn: {what}"
         )
+
+
+def _imported(name: str) -> Any:
+    module_name, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"rewards.dense={name!r} cannot be imported: {error}") from error
 
 
 class LearnedReward:
@@ -137,9 +142,14 @@ class DenseReward:
 
 
 def make_dense_reward(
-    config: RewardConfig, has_dense_reward: bool, rng: np.random.Generator, policy: PolicyConfig | None = None
+    config: RewardConfig,
+    has_dense_reward: bool,
+    rng: np.random.Generator,
+    policy: PolicyConfig | None = None,
+    function: RewardFunction | None = None,
 ) -> DenseReward:
-    """The configured dense reward; a reward model goes where `policy` is. Raises ConfigError where there is none."""
+    """The configured dense reward; a reward model goes where `policy` is, `function` is what a function's name stands
+    for where that cannot be imported. Raises ConfigError where there is none."""
     source: RewardFunction
     if config.dense == "environment":
         if not has_dense_reward:
@@ -151,7 +161,7 @@ def make_dense_reward(
     elif config.model_path is not None:
         source = LearnedReward(config.model_path, policy or PolicyConfig())
     else:
-        source = NamedReward(config.dense)
+        source = NamedReward(config.dense, function)
     return DenseReward(source, config.scale, config.dense_noise, rng)
 
 
@@ -174,9 +184,10 @@ def relabel(trajectories: Sequence[Trajectory], reward: RewardFunction) -> None:
 
 
 def training_rewards(
-    config: Config, has_dense_reward: bool, noise: np.random.Generator
+    config: Config, has_dense_reward: bool, noise: np.random.Generator, function: RewardFunction | None = None
 ) -> tuple[RewardFunction, RewardFunction]:
     """What agents A and B learn from: A from outcomes, B from dense rewards (from outcomes in the ablation RSPO_O).
+    `function` goes to `make_dense_reward`.
 
     Raises ConfigError where dense rewards are asked for that do not exist.
     """
@@ -184,5 +195,5 @@ def training_rewards(
     dense_b = config.method == "rspo" and config.swap.source == "dense"
     if not (dense_a or dense_b):
         return outcome_reward, outcome_reward
-    dense = make_dense_reward(config.rewards, has_dense_reward, noise, config.policy)
+    dense = make_dense_reward(config.rewards, has_dense_reward, noise, config.policy, function)
     return dense if dense_a else outcome_reward, dense if dense_b else outcome_reward

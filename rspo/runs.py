@@ -12,22 +12,22 @@ import numpy as np
 import torch
 
 from .agent import Agent
-from .checkpoint import list_checkpoints, load_checkpoint
+from .checkpoint import Checkpoint, drop_newer_checkpoints, list_checkpoints, load_checkpoint
 from .config import Config, ConfigError
-from .config_io import flat_settings, load_config, save_config
+from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
 from .model_checks import check_run
 from .models import Policy
+from .observer import Observer
 from .reporters import find_reporters
-from .rewards import training_rewards
+from .rewards import RewardFunction, training_rewards
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
-CONFIG_FILE = "config.yaml"
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
     "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
@@ -63,22 +63,58 @@ def set_threads(config: Config) -> None:
         torch.set_num_threads(config.run.threads)
 
 
-def start_policy(config: Config, env: BatchedEnv, folder: Path, *, progress: bool) -> Policy:
-    """The policy that training starts from: `policy.path`, or the tiny model, warmed up once and kept in
-    `folder/start`."""
+def start_policy(
+    config: Config, env: BatchedEnv, folder: Path, *, progress: bool, given: Policy | None = None
+) -> Policy:
+    """The policy that training starts from: `given`, or that of `policy.path`, or the tiny model, warmed up. One that
+    `policy.path` does not name is kept in `folder/start`."""
     if config.policy.path is not None:
-        return Policy.load(config.policy.path, config.policy)
+        return given or Policy.load(config.policy.path, config.policy)
     cached = folder / "start"
     if not cached.is_dir():
-        policy, _ = warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)
+        policy = given or fresh_start(config, env, progress=progress)
         with new_folder(cached) as partial:
             policy.save(partial)
+    if given is not None:
+        return given
     # Always through the file, so that a first and a resumed run start from the same numbers.
     return Policy.load(cached, config.policy)
 
 
-def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bool = True) -> Trainer:
+def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
+    """The tiny model, warmed up on the environment."""
+    return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
+
+
+def default_folder(config: Config) -> Path:
+    """Where a run goes that was given no folder."""
+    name = config.env.name.rpartition(":")[2]
+    return Path("runs") / f"{config.title.lower()}-{name}-seed{config.run.seed}"
+
+
+def open_run(
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool | Path = False,
+    progress: bool = True,
+    env: BatchedEnv | None = None,
+    policy: Policy | None = None,
+    dense_reward: RewardFunction | None = None,
+    observer: Observer | None = None,
+) -> Trainer:
     """A trainer in a run folder: new, or going on from its latest checkpoint.
+
+    Args:
+        config: all settings.
+        folder: the run's.
+        resume: go on with the run that the folder holds; from one of its checkpoints where that is given, as if it were
+            the latest.
+        progress: show a bar.
+        env: instead of one that is built from the settings.
+        policy: to start a new run from, and changed by it, instead of one that is loaded or warmed up.
+        dense_reward: what `config.rewards.dense` names, where that cannot be imported.
+        observer: is told what happens.
 
     Raises ConfigError where a new run's folder holds one already, or where the settings of a resumed run are not those
     it was started with; StorageError where the folder cannot be written.
@@ -86,39 +122,56 @@ def open_run(config: Config, folder: Path, *, resume: bool = False, progress: bo
     if resume:
         _check_resumable(config, folder)
     elif (folder / CONFIG_FILE).exists():
-        raise ConfigError(f"{folder} already holds a run; choose another --out, or go on with --resume")
+        raise ConfigError(
+            f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
+            " (resume_from_checkpoint=True)"
+        )
     else:
         # Left by a start that broke off, of whatever settings.
         shutil.rmtree(folder / "start", ignore_errors=True)
     set_threads(config)
     _check_device(config)
-    env = build_env(config)
+    env = env or build_env(config)
     check_split(env, config)
     # What cannot be trained on is found out before the start policy is made.
     estimator = make_estimator(config.estimator_name, config.estimator)
-    training_rewards(config, env.has_dense_reward, np.random.default_rng(0))
+    training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
     reporters = find_reporters(config.run.report_to)
     prepare_folder(folder)
     for leftovers in (CONFIG_FILE, "start"):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
-    policy = start_policy(config, env, folder, progress=progress)
+    policy = start_policy(config, env, folder, progress=progress, given=policy)
     check_run(policy, config)
-    checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
-    checkpoint = load_checkpoint(checkpoints[-1], config, estimator.needs_critic) if checkpoints else None
+    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic) if resume else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
             f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
         )
+    if checkpoint:
+        drop_newer_checkpoints(folder / "checkpoints", state["step"])  # as their records are
     reference = policy.copy() if config.loss.kl_coef > 0 else None
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
-    trainer = Trainer(config, folder, env, agent, reference, tracker)
+    trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward)
     if checkpoint:
         trainer.load(checkpoint)
     return trainer
+
+
+def _checkpoint(config: Config, folder: Path, resume: bool | Path, has_critic: bool) -> Checkpoint | None:
+    """The checkpoint that a run goes on from; None where it has none yet."""
+    checkpoints = list_checkpoints(folder / "checkpoints")
+    if not isinstance(resume, Path):
+        return load_checkpoint(checkpoints[-1], config, has_critic) if checkpoints else None
+    if resume not in checkpoints:
+        raise ConfigError(
+            f"{resume} is not a checkpoint of the run in {folder}, which has"
+            f" {', '.join(path.name for path in checkpoints) or 'none'}"
+        )
+    return load_checkpoint(resume, config, has_critic)
 
 
 def _check_resumable(config: Config, folder: Path) -> None:

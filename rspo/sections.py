@@ -24,7 +24,7 @@ LEARNED_REWARD_SCALE = 10.0
 SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DTYPES = ("float32", "bfloat16", "float16")
-REPORTERS = ("tensorboard",)
+REPORTERS = ("tensorboard", "wandb", "trackio")
 
 
 class ConfigError(ValueError):
@@ -441,8 +441,11 @@ class RunConfig:
     """CPU threads of PyTorch. One suits the tiny model, whose tensors are too small to share out, and makes results
     independent of the number of cores; None leaves the choice to PyTorch, for larger models on a CPU."""
     report_to: tuple[str, ...] = ()
-    """Where records go besides `metrics.jsonl`: "tensorboard", or the class path "package.module:Class" of an
-    `rspo.reporters.Reporter` of one's own."""
+    """Where records go besides `metrics.jsonl`: "tensorboard", "wandb", "trackio", or the class path
+    "package.module:Class" of an `rspo.reporters.Reporter` of one's own."""
+    report_online: bool = False
+    """Let "wandb" send records to its server as they come, and "trackio" ask the Hugging Face Hub for the user's name;
+    without it both stay on this machine, unless their own environment variables say otherwise."""
 
     def __post_init__(self) -> None:
         at_least("run.seed", self.seed, 0)

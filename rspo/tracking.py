@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -46,6 +46,7 @@ class Tracker:
             self.records = _cut(self.path, records)
         before = read_metrics(folder) if reporters else []
         self.reporters = [reporter(folder, before) for reporter in reporters]
+        self.listeners: list[Callable[[Record], None]] = [reporter.record for reporter in self.reporters]
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
@@ -60,8 +61,8 @@ class Tracker:
             self.file.write(json.dumps(plain) + "\n")
             self.file.flush()
         self.records += 1
-        for reporter in self.reporters:
-            reporter.record(plain)
+        for listen in self.listeners:
+            listen(plain)
 
     def sync(self) -> None:
         """Bring the records to the disk, so that a checkpoint never counts more of them than are there."""

@@ -20,10 +20,11 @@ from .estimators import make_estimator
 from .layouts import make_layout
 from .metrics import trajectory_metrics, zero_advantages
 from .models import Policy
+from .observer import Observer
 from .progress import episode_bar
 from .randomness import RandomStreams
 from .replay import ReplayBuffer
-from .rewards import NonFiniteError, outcome_reward, relabel, training_rewards
+from .rewards import NonFiniteError, RewardFunction, outcome_reward, relabel, training_rewards
 from .rollout import rollout
 from .storage import StorageError
 from .timing import PhaseTimer
@@ -42,26 +43,39 @@ class Trainer:
         agent: agent A, at the start policy.
         reference: the frozen base that a KL term pulls towards; needed where `config.loss.kl_coef > 0`.
         tracker: takes the records.
+        observer: is told of them and may ask for evaluations, checkpoints and the end.
+        dense_reward: what `config.rewards.dense` names, where that cannot be imported.
     """
 
     def __init__(
-        self, config: Config, folder: Path, env: BatchedEnv, agent: Agent, reference: Policy | None, tracker: Tracker
+        self,
+        config: Config,
+        folder: Path,
+        env: BatchedEnv,
+        agent: Agent,
+        reference: Policy | None,
+        tracker: Tracker,
+        observer: Observer | None = None,
+        dense_reward: RewardFunction | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
         self.env = env
         self.agent = agent
         self.reference = reference
+        self.observer = observer or Observer()
+        tracker.listeners.append(self.observer.on_record)
         self.random = RandomStreams(config.run.seed, agent.policy.device)
         self.timer = PhaseTimer()
         self.books = Bookkeeper(config, env, tracker, self.timer)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.swaps = config.method == "rspo"
-        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise)
+        self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
     def train(self) -> None:
-        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way.
+        """Go on to `config.run.steps` updates of A, with evaluations and checkpoints on the way, or until the observer
+        wants the end, which comes after a loop and with a checkpoint.
 
         Raises NonFiniteError after agent A, as it was, has been saved as `checkpoints/failed`: to be looked at, and
         never gone on from. Raises StorageError where something could not be written.
@@ -69,7 +83,7 @@ class Trainer:
         if self.books.step == 0:
             self.books.evaluate(self.agent.policy)
         try:
-            while self.books.step < self.config.run.steps:  # 3: for each loop of RSPO do
+            while self.books.step < self.config.run.steps and not self.observer.wants_stop():  # 3: for each loop do
                 self._loop()
                 self._save_if_due()
         except NonFiniteError as error:
@@ -115,6 +129,7 @@ class Trainer:
 
     def _update_a(self) -> list[Trajectory]:
         """Lines 14 to 17: one update of agent A. Returns its on-policy trajectories."""
+        self.observer.on_step_begin()
         alpha = self.alpha
         on_policy = self._rollout(self.agent, self.config.on_policy_tasks(alpha))  # 14: D_on
         relabel(on_policy, self.reward_a)
@@ -127,7 +142,7 @@ class Trainer:
             stats["replay/success"] = trajectory_metrics(replayed)["success"]
         self.books.step += 1
         self.books.record("update", on_policy, stats)
-        if self._due(self.config.evaluation.every):
+        if self._due(self.config.evaluation.every) or self.observer.wants_evaluation():
             self.books.evaluate(self.agent.policy)
         return on_policy
 
@@ -182,13 +197,15 @@ class Trainer:
         folder, every, step = self.folder / "checkpoints", self.config.run.save_every, self.books.step
         saved = list_checkpoints(folder)
         latest = int(saved[-1].name.split("-")[1]) if saved else 0
-        if step == self.config.run.steps or (every > 0 and step // every > latest // every):
+        due = step == self.config.run.steps or (every > 0 and step // every > latest // every)
+        if due or self.observer.wants_checkpoint() or self.observer.wants_stop():
             self._save(checkpoint_path(folder, step))
             prune_checkpoints(folder, self.config.run.keep)
+            self.observer.on_save(checkpoint_path(folder, step))
 
     def _save(self, path: Path) -> None:
         self.books.tracker.sync()
-        state = {**self.books.state(), "random": self.random.state()}
+        state = {**self.books.state(), "random": self.random.state(), "observer": self.observer.checkpoint_state()}
         save_checkpoint(path, self.agent, state, self.buffer.trajectories)
 
     def close(self) -> None:
@@ -203,5 +220,6 @@ class Trainer:
         self.agent = checkpoint.agent
         self.books.load_state(checkpoint.state)
         self.random.load_state(checkpoint.state["random"])
+        self.observer.load_checkpoint_state(checkpoint.state.get("observer", {}))
         if checkpoint.buffer:
             self.buffer.add(checkpoint.buffer)

@@ -19,6 +19,7 @@ def test_paper_preset_has_the_papers_settings() -> None:
     assert (config.loss.kl_coef, config.loss.kl_estimator, config.optimizer.learning_rate) == (0.01, "k3", 1e-6)
     assert (config.rollout.temperature, config.evaluation.temperatures) == (1.0, (0.4,))
     assert (config.estimator.invalid_penalty, config.loss.dual_clip, config.loss.dual_clip_replay) == (0.1, 3.0, False)
+    assert (config.policy.chat, config.policy.gradient_checkpointing, config.policy.fused) == ("on", True, "auto")
 
 
 def test_default_preset_bounds_the_clip_center() -> None:
@@ -77,6 +78,8 @@ def test_flags_are_converted_to_the_fields_types() -> None:
         ("estimator.step_weight=.nan", r"estimator\.step_weight must be >= 0, got nan"),
         ("rewards.train=dense", r"rewards\.train must be 'outcome' with method='rspo'"),
         ("swap.alpha=0.97", r"leaves no on-policy task"),
+        ("policy.fused=maybe", r"policy\.fused must be one of 'auto', 'on', 'off', got 'maybe'"),
+        ("policy.chat=template", r"policy\.chat must be one of 'auto', 'on', 'off', got 'template'"),
         ("alpha", r"--set takes section\.field=value"),
     ],
 )

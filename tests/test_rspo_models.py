@@ -118,6 +118,10 @@ def test_heads_with_something_on_them_are_not_taken_for_plain() -> None:
         find_head(model)
     with pytest.raises(UnknownHeadError, match="not those of its output embeddings"):
         find_head(tiny_model("opt"))  # its body's last step is not where transformers says
+    broken = tiny_model("llama")
+    broken.lm_head.weight.data.fill_(float("nan"))
+    with pytest.raises(UnknownHeadError, match="not those of its output embeddings"):
+        find_head(broken)
     inner = peft.get_peft_model(tiny_model("granite"), peft.LoraConfig(target_modules=["q_proj"]))
     assert find_head(inner).logit_scale == 0.25
 

@@ -128,7 +128,10 @@ def test_settings_of_evaluation_and_reporting_are_checked() -> None:
         ("evaluation.temperatures=[1, 0]", "evaluation.temperatures must be > 0, got 0"),
         ("evaluation.temperatures=[hot]", r"must be of type tuple\[float, \.\.\.\], got \['hot'\]"),
         ("evaluation.transcripts=-1", "evaluation.transcripts must be >= 0"),
-        ("run.report_to=[tensorbord]", "run.report_to must be one of 'tensorboard', got 'tensorbord'"),
+        (
+            "run.report_to=[tensorbord]",
+            "run.report_to must be one of 'tensorboard', 'wandb', 'trackio', got 'tensorbord'",
+        ),
         ("warmup.band=0.1", "must be of type tuple"),
     ):
         with pytest.raises(ConfigError, match=message):
