@@ -27,7 +27,8 @@ ALFWORLD = ["alfworld==0.4.2", "textworld>=1.7,<1.8"]
 LORA = ["peft>=0.15"]
 DISTRIBUTED = ["accelerate>=1.8"]
 OPENAI = ["openai>=1.60"]
-TRL = ["trl>=0.26", "accelerate>=1.8"]
+# Private methods of its trainer are overridden.
+TRL = ["trl>=1.16,<1.17", "accelerate>=1.8"]
 DEVELOP = [
     "pytest>=8",
     "pytest-xdist>=3.5",
@@ -49,7 +50,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["rspo_kernels", "rspo_kernels.*", "rspo", "rspo.*"]),
-    package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed"]},
+    package_data={"rspo_kernels": ["py.typed"], "rspo": ["py.typed", "integrations/verl/config/*.yaml"]},
     install_requires=KERNELS + TRAINER,
     extras_require={
         "tensorboard": TENSORBOARD,
@@ -61,7 +62,7 @@ setup(
         "vllm": ["vllm>=0.11"],
         "flash": ["flash-attn>=2.7"],
         "trl": TRL,
-        "verl": ["verl>=0.9"],
+        "verl": ["verl>=0.9,<0.10", "cachetools>=5"],
         "alfworld": ALFWORLD,
         "webshop": WEBSHOP,
         "dev": DEVELOP + TENSORBOARD,

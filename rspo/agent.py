@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,40 +11,51 @@ from torch import Tensor, nn
 
 from .config import Config
 from .critic import Critic
+from .lora import has_adapter
 from .mixed_precision import MasterAdamW
 from .models import Policy
+from .offload import in_place_of
+from .randomness import named_seed
 
 
 class Agent:
     """Agent A or B of the paper.
 
     Args:
-        policy: its model; the agent owns the weights.
+        policy: its model; the agent owns the trained weights.
         config: its optimisers, AdamW on float32 weights, and its critic.
         has_critic: give it a critic, fresh.
+        critic: the one it has already.
     """
 
-    def __init__(self, policy: Policy, config: Config, has_critic: bool = False) -> None:
+    def __init__(self, policy: Policy, config: Config, has_critic: bool = False, critic: Critic | None = None) -> None:
         self.policy = policy
         self.config = config
-        self.critic = Critic(policy, config.critic) if has_critic else None
+        self.critic = Critic(policy, config.critic) if has_critic and critic is None else critic
         shared = self.critic is not None and self.critic.body is None
-        critic_parameters = list(self.critic.parameters()) if self.critic is not None else []
-        self.optimizer = MasterAdamW([*policy.model.parameters(), *(critic_parameters if shared else [])])
+        critic_parameters = _trained(self.critic) if self.critic is not None else []
+        self.optimizer = MasterAdamW([*_trained(policy.model), *(critic_parameters if shared else [])])
         self.critic_optimizer = MasterAdamW(critic_parameters) if critic_parameters and not shared else None
         self.set_learning_rates()
 
     def set_learning_rates(self, factor: float = 1.0) -> None:
         """The configured learning rates times a schedule's factor, and the optimisers' other settings, whatever their
         loaded state says of them."""
-        settings = self.config.optimizer
-        rates = [(self.optimizer, settings.learning_rate)]
+        settings, learning_rate = self.config.optimizer, self.config.optimizer.learning_rate
+        if has_adapter(self.policy.model) and self.config.lora.learning_rate is not None:
+            learning_rate = self.config.lora.learning_rate
+        rates = [(self.optimizer, learning_rate)]
         if self.critic_optimizer is not None:
             rates.append((self.critic_optimizer, self.config.critic.learning_rate))
         for optimizer, rate in rates:
             for group in optimizer.param_groups:
                 group["lr"], group["betas"] = rate * factor, settings.betas
                 group["eps"], group["weight_decay"] = settings.eps, settings.weight_decay
+
+    @property
+    def optimizers(self) -> list[MasterAdamW]:
+        """Of the policy, and of a critic with a body of its own."""
+        return [self.optimizer, *([self.critic_optimizer] if self.critic_optimizer is not None else [])]
 
     @property
     def learning_rates(self) -> dict[str, float]:
@@ -61,8 +73,9 @@ class Agent:
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
-        for _, parameter in self.named_parameters():
-            parameter.grad = None
+        for optimizer in self.optimizers:
+            for weight in [*optimizer.parameters, *optimizer.masters]:
+                weight.grad = None
 
     def clip_gradients(self) -> dict[str, Tensor]:
         """Clip the gradients of each optimiser's weights, where they are finite; their norms before that, 0-d."""
@@ -77,11 +90,27 @@ class Agent:
         if self.critic_optimizer is not None:
             self.critic_optimizer.step()
 
+    @contextmanager
+    def branched(self) -> Iterator[Agent]:
+        """Agent B for the length of a block, made as `swap.copy` says. This agent stands still meanwhile."""
+        swap = self.config.swap
+        if swap.copy == "offload":
+            with in_place_of(self, swap.fresh_optimizer) as twin:
+                yield twin
+        else:
+            yield self.branch(swap.fresh_optimizer)
+
     def branch(self, fresh_optimizer: bool = False) -> Agent:
-        """Agent B: a copy with weights and (unless `fresh_optimizer`) optimiser state of its own."""
+        """Agent B beside this one: a copy with trained weights and (unless `fresh_optimizer`) optimiser state of its
+        own, or with `swap.copy="adapter"` a fresh adapter over this one's weights."""
+        self.zero_grad()  # those of the last step, which would only take up room
+        if self.config.swap.copy == "adapter":
+            settings, seed = self.config.lora, named_seed(self.config.run.seed, "adapter of B")
+            critic = self.critic.adapted(settings, seed) if self.critic is not None else None
+            return Agent(self.policy.adapted(settings, seed), self.config, critic=critic)
         twin = Agent(self.policy.copy(), self.config, has_critic=self.critic is not None)
         if self.critic is not None and twin.critic is not None:
-            twin.critic.load_state_dict(self.critic.state_dict())
+            twin.critic.load_trained_state(self.critic.trained_state())
         twin.load_optimizers(self.optimizer_states(), weights_only=fresh_optimizer)
         return twin
 
@@ -99,6 +128,11 @@ class Agent:
             if optimizer is not None:
                 load = optimizer.load_masters if weights_only else optimizer.load_state_dict
                 load(states[name])
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    """All weights but those of a frozen base."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _clip(optimizer: MasterAdamW, limit: float) -> Tensor:

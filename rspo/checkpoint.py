@@ -1,9 +1,9 @@
 """Checkpoints: everything that a run needs to go on to the same result.
 
-A checkpoint is a folder that transformers can load as it stands (model and tokenizer), plus `optimizer.pt` (tensors
-and plain values, read back with `weights_only=True`), `critic.safetensors` where there is a critic, `state.json`
-(counters and random streams) and, where the replay buffer outlives a loop, `buffer.jsonl`. A folder of that name is
-always complete (`rspo.storage`).
+A checkpoint is a folder that transformers can load as it stands (model and tokenizer; under LoRA the adapter, which
+names its base), plus `optimizer.pt` (tensors and plain values, read back with `weights_only=True`),
+`critic.safetensors` where there is a critic, `state.json` (counters and random streams) and, where the replay buffer
+outlives a loop, `buffer.jsonl`. A folder of that name is always complete (`rspo.storage`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
+from .lora import is_adapter
 from .models import Policy
 from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
@@ -43,7 +44,7 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
     with new_folder(path) as folder:
         agent.policy.save(folder)
         if agent.critic is not None:
-            save_file(agent.critic.state_dict(), folder / "critic.safetensors")
+            save_file(agent.critic.trained_state(), folder / "critic.safetensors")
         with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
             torch.save(agent.optimizer_states(), binary)
         (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -52,15 +53,16 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
                 file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
 
 
-def load_checkpoint(path: Path, config: Config, has_critic: bool) -> Checkpoint:
+def load_checkpoint(path: Path, config: Config, has_critic: bool, base: Policy | None = None) -> Checkpoint:
     """Read a checkpoint folder; nothing in it is unpickled as code.
 
     has_critic: whether the method's agents have a critic.
+    base: what an adapter in it stands on; None: loaded from where the adapter says.
 
     Raises ConfigError where the folder is incomplete, damaged, or of a run with another method or critic.
     """
     try:
-        return _load(path, config, has_critic)
+        return _load(path, config, has_critic, base)
     except ConfigError:
         raise
     except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
@@ -70,13 +72,15 @@ def load_checkpoint(path: Path, config: Config, has_critic: bool) -> Checkpoint:
         ) from error
 
 
-def _load(path: Path, config: Config, has_critic: bool) -> Checkpoint:
+def _load(path: Path, config: Config, has_critic: bool, base: Policy | None) -> Checkpoint:
     missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
-    agent = Agent(Policy.load(path, config.policy), config, has_critic)
+    base = base if is_adapter(path) else None
+    policy = Policy.load(path, config.policy) if base is None else base.with_adapter_of(path)
+    agent = Agent(policy, config, has_critic)
     if agent.critic is not None:
         _load_critic(path, agent.critic, config)
     # Through the CPU: the optimisers bring their moments to the weights' device, and keep their step counts off it.
@@ -101,7 +105,7 @@ def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: b
 def _load_critic(path: Path, critic: Critic, config: Config) -> None:
     """Raises ConfigError that names the weights which do not fit."""
     saved = load_file(path / "critic.safetensors", device=config.policy.device)
-    wanted = critic.state_dict()
+    wanted = critic.trained_state()
     shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
     wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]
     if wrong:
@@ -109,7 +113,7 @@ def _load_critic(path: Path, critic: Critic, config: Config) -> None:
             f"the critic in {path} is not one with critic.backbone={config.critic.backbone!r}: {'; '.join(wrong[:3])}"
             + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
         )
-    critic.load_state_dict(saved)
+    critic.load_trained_state(saved)
 
 
 def _shape(weight: Tensor | None) -> str:

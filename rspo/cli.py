@@ -1,4 +1,4 @@
-"""The command line: `rspo train`, `eval`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
+"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ from .runs import (
     check_split,
     default_folder,
     how_to_go_on,
+    latest_checkpoint,
     open_run,
     set_threads,
     trained_policy,
 )
-from .storage import StorageError, writing
+from .storage import StorageError, new_folder, writing
 from .summary import summary_table
 from .warmup import fresh_policy
 
@@ -118,6 +119,17 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_settings(evaluation, training=False)
     evaluation.set_defaults(command=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write a model for use elsewhere",
+        description="Write the latest checkpoint of a run, or an adapter or model folder, as a whole model that"
+        " transformers loads, without what only training needs. A LoRA adapter is merged into its base.",
+    )
+    export.add_argument("path", type=Path, help="run folder, checkpoint, adapter or model folder")
+    export.add_argument("--out", type=Path, required=True, help="folder of the model")
+    _add_settings(export, training=False)
+    export.set_defaults(command=_export)
 
     _add_collect(commands)
     _add_reward_model(commands)
@@ -314,15 +326,31 @@ def _train(parsed: argparse.Namespace) -> None:
     print(f"{summary_table([folder])}\n\nrun folder: {folder}")
 
 
-def _eval(parsed: argparse.Namespace) -> None:
+def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
+    """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
     # A checkpoint lies two folders below the settings it was made with.
     stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
     config = _settings(parsed, load_config(stored) if stored.is_file() else None)
+    return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def _export(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
+    if parsed.out.exists():
+        raise ConfigError(f"{parsed.out} exists; choose another --out")
+    policy = Policy.load(model, config.policy)
+    with new_folder(parsed.out) as folder:
+        policy.save_whole(folder)
+    print(f"{parsed.out}: the model of {model}")
+
+
+def _eval(parsed: argparse.Namespace) -> None:
+    model, config = _trained_model(parsed)
     set_threads(config)
-    policy = trained_policy(parsed.path, config) if is_run else Policy.load(parsed.path, config.policy)
+    policy = Policy.load(model, config.policy)
     with closing(build_env(config)) as env:
         check_split(env, config)
         evaluation = evaluate(policy, env, config, progress=True)

@@ -16,6 +16,7 @@ from .sections import (
     ESTIMATORS,
     GROUP_ESTIMATORS,
     METHODS,
+    AdapterConfig,
     ConfigError,
     CriticConfig,
     EnvConfig,
@@ -43,6 +44,7 @@ class Config:
     `rspo.estimators.Estimator` of one's own (as for `method`)."""
     env: EnvConfig = field(default_factory=EnvConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    lora: AdapterConfig = field(default_factory=AdapterConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
@@ -74,6 +76,7 @@ class Config:
             )
         if self.loss.aggregation == "seq-mean-token-sum-norm" and self.loss.horizon is None:
             raise ConfigError(f"loss.horizon must be given with loss.aggregation={self.loss.aggregation!r}, got None")
+        self._check_copies()
         if self.method == "rspo":
             self._check_swap()
 
@@ -87,6 +90,23 @@ class Config:
         """The method as the paper writes it, e.g. "RSPO+GRPO"."""
         name = {"gigpo": "GiGPO"}.get(self.estimator_name, self.estimator_name.rpartition(":")[2].upper())
         return f"RSPO+{name}" if self.method == "rspo" else name
+
+    @property
+    def adapts_both(self) -> bool:
+        """Whether every agent is a LoRA adapter on the frozen start policy; else agent A is fully trained."""
+        return self.lora.rank > 0 and self.swap.copy != "adapter"
+
+    def _check_copies(self) -> None:
+        rank = self.lora.rank
+        if self.swap.copy == "adapter" and rank == 0:
+            raise ConfigError("lora.rank must be > 0 with swap.copy='adapter': the size of agent B's adapter; got 0")
+        if self.swap.copy == "adapter" and self.method != "rspo":
+            raise ConfigError(f"swap.copy='adapter' needs an agent B, which method={self.method!r} does not have")
+        if self.swap.copy == "offload" and rank > 0:
+            raise ConfigError(
+                f"swap.copy must be 'device' with lora.rank={rank}, got 'offload': both agents are adapters on one"
+                " base, and nothing of size is left to move away"
+            )
 
     def _check_swap(self) -> None:
         if self.rewards.train != "outcome":
@@ -190,6 +210,7 @@ __all__ = [
     "ESTIMATORS",
     "METHODS",
     "PRESETS",
+    "AdapterConfig",
     "Config",
     "ConfigError",
     "CriticConfig",

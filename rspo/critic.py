@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
 from .batch import Batch
-from .config import CriticConfig
+from .config import AdapterConfig, CriticConfig
+from .lora import add_adapter
 from .models import Policy
 from .policy_module import run_body
+from .sharing import copy_module, frozen_view
 
 
 class Critic(nn.Module):
     """A linear head, which starts at 0, on the hidden states of a body of its own or of the policy's.
 
     Args:
-        policy: the policy whose states are valued; a body of its own starts as a copy of this one's.
+        policy: the policy whose states are valued; a body of its own starts as a copy of this one's. Where that is an
+            adapter on a frozen base, so is the copy, on the same base.
         config: `backbone` says which.
     """
 
     def __init__(self, policy: Policy, config: CriticConfig) -> None:
         super().__init__()
-        self.body = copy.deepcopy(policy.model.base_model) if config.backbone == "own" else None
+        self.body = copy_module(policy.model.base_model) if config.backbone == "own" else None
         self.head = nn.Linear(policy.model.config.get_text_config().hidden_size, 1, device=policy.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Critic:
+        """A critic that begins as this one, with a head of its own; a body is a fresh adapter over this one's body."""
+        twin = frozen_view(self)
+        twin.head = copy_module(self.head)
+        if twin.body is not None:
+            add_adapter(twin.body, settings, seed)
+        return twin
+
+    def trained_state(self) -> dict[str, Tensor]:
+        """The part of `state_dict` that is the critic's own: all but a frozen base."""
+        frozen = {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        return {name: value for name, value in self.state_dict().items() if name not in frozen}
+
+    def load_trained_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `trained_state`."""
+        self.load_state_dict(state, strict=False)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
         """Values float32 [N] of hidden states [N, H]."""

@@ -47,6 +47,11 @@ class MasterAdamW:
     def step(self) -> None:
         """A step of the masters, which the parameters follow."""
         self.optimizer.step()
+        self.follow_masters()
+
+    @torch.no_grad()
+    def follow_masters(self) -> None:
+        """Bring the masters' values to the parameters."""
         for parameter, master in self.copies:
             parameter.copy_(master)
             master.grad = None  # a copy of the parameter's, of twice its size or more
@@ -65,9 +70,9 @@ class MasterAdamW:
     @torch.no_grad()
     def load_masters(self, state: dict[str, Any]) -> None:
         """Only the weights of a `state_dict`, for an optimiser that begins anew."""
-        for (parameter, master), saved in zip(self.copies, state["masters"], strict=True):
+        for (_, master), saved in zip(self.copies, state["masters"], strict=True):
             master.copy_(saved)
-            parameter.copy_(master)
+        self.follow_masters()
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

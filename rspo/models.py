@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .batch import Batch
-from .config import ConfigError, PolicyConfig
+from .config import AdapterConfig, ConfigError, PolicyConfig
 from .gradient_checkpointing import recompute_layers
+from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_loaded
 from .policy_module import PolicyModule
+from .sharing import copy_module, frozen_view
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -52,8 +53,11 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
-        """A model folder written by `save` or by transformers; code in it is never run. Raises ConfigError where there
-        is no model, or none that can do what the configuration asks of it."""
+        """A model folder written by `save` or by transformers; code in it is never run. An adapter's folder makes the
+        base that it names with the adapter on it. Raises ConfigError where there is no model, none that can do what
+        the configuration asks of it, or not the adapter's base."""
+        if is_adapter(path):
+            return cls._load_base(Path(path), config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
             raise ConfigError(
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
@@ -78,14 +82,48 @@ class Policy:
             recompute_layers(model)
         return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off")
 
+    @classmethod
+    def _load_base(cls, adapter: Path, config: PolicyConfig) -> Policy:
+        try:
+            return cls.load(base_path(adapter), config)
+        except ConfigError as error:
+            raise ConfigError(f"the base of the LoRA adapter in {adapter} cannot be loaded: {error}") from error
+
     def save(self, path: str | Path) -> None:
-        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors)."""
-        self.model.save_pretrained(str(path), safe_serialization=True)
+        """Write a folder that AutoModelForCausalLM and AutoTokenizer load (weights as safetensors); of a base with an
+        adapter only the adapter, as peft writes it."""
+        if has_adapter(self.model):
+            save_adapter(self.model, Path(path))
+        else:
+            self.model.save_pretrained(str(path), safe_serialization=True)
+        self.tokenizer.save_pretrained(str(path))
+
+    def save_whole(self, path: str | Path) -> None:
+        """As `save`, but an adapter is merged into its base, which needs no peft to be loaded."""
+        self.model.save_pretrained(str(path), state_dict=merged_weights(self.model), safe_serialization=True)
         self.tokenizer.save_pretrained(str(path))
 
     def copy(self) -> Policy:
-        """A policy with weights of its own; the tokenizer is shared."""
-        return Policy(copy.deepcopy(self.model), self.tokenizer, self.packs, self.fused, self.chat)
+        """A policy with trained weights of its own; a frozen base and the tokenizer are shared."""
+        return self._with(copy_module(self.model))
+
+    def adapted(self, settings: AdapterConfig, seed: int) -> Policy:
+        """A fresh LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError for
+        targets that the model does not have."""
+        model = frozen_view(self.model)
+        add_adapter(model, settings, seed)
+        return self._with(model)
+
+    def with_adapter_of(self, path: str | Path) -> Policy:
+        """A saved LoRA adapter over this policy's weights, which it shares and never changes. Raises ConfigError where
+        this is not the adapter's base."""
+        model = frozen_view(self.model)
+        load_adapter(model, Path(path))
+        return self._with(model)
+
+    def _with(self, model: PreTrainedModel) -> Policy:
+        """A policy like this one, with another model."""
+        return Policy(model, self.tokenizer, self.packs, self.fused, self.chat)
 
     @property
     def device(self) -> torch.device:

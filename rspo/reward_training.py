@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .config import Config, ConfigError, RewardModelConfig
 from .conversations import Reading
+from .lora import require_whole_model
 from .models import Policy
 from .randomness import named_generator, named_seed
 from .reward_model import RewardModel, micro_batches
@@ -43,6 +44,7 @@ def train_reward_model(
     # Adam's steps at these learning rates are smaller than bfloat16 can tell apart.
     policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto")
     if path is not None:
+        require_whole_model(path, "--model")
         policy = Policy.load(path, policy_config)
     else:
         policy = tiny_policy(_words(trajectories), named_seed(config.run.seed, "reward model"), policy_config, 2048)

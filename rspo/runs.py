@@ -18,9 +18,11 @@ from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .envs import BatchedEnv, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
+from .lora import require_peft, require_whole_model
 from .model_checks import check_run
 from .models import Policy
 from .observer import Observer
+from .randomness import named_seed
 from .reporters import find_reporters
 from .rewards import RewardFunction, training_rewards
 from .storage import new_folder, prepare_folder, tidy
@@ -31,7 +33,7 @@ from .warmup import warm_up
 MAY_CHANGE = (
     "run.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout", "policy.device",
     "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
-    "rollout.max_batch", "warmup.", "reward_model.",
+    "rollout.max_batch", "warmup.", "reward_model.", "lora.learning_rate",
 )  # fmt: skip
 """Settings, or beginnings of their names, that a resumed run may have other than before; not its seed."""
 
@@ -69,6 +71,7 @@ def start_policy(
     """The policy that training starts from: `given`, or that of `policy.path`, or the tiny model, warmed up. One that
     `policy.path` does not name is kept in `folder/start`."""
     if config.policy.path is not None:
+        require_whole_model(config.policy.path, "policy.path")
         return given or Policy.load(config.policy.path, config.policy)
     cached = folder / "start"
     if not cached.is_dir():
@@ -137,13 +140,15 @@ def open_run(
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
     reporters = find_reporters(config.run.report_to)
+    if config.lora.rank > 0:
+        require_peft(f"lora.rank={config.lora.rank}")
     prepare_folder(folder)
     for leftovers in (CONFIG_FILE, "start"):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
-    policy = start_policy(config, env, folder, progress=progress, given=policy)
-    check_run(policy, config)
-    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic) if resume else None
+    start = start_policy(config, env, folder, progress=progress, given=policy)
+    check_run(start, config)
+    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start) if resume else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
     if state["step"] > config.run.steps:
         raise ConfigError(
@@ -151,7 +156,7 @@ def open_run(
         )
     if checkpoint:
         drop_newer_checkpoints(folder / "checkpoints", state["step"])  # as their records are
-    reference = policy.copy() if config.loss.kl_coef > 0 else None
+    policy, reference = policy_and_reference(start, config)
     save_config(config, folder / CONFIG_FILE)
     tracker = Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
     agent = Agent(policy, config, has_critic=estimator.needs_critic)
@@ -161,17 +166,31 @@ def open_run(
     return trainer
 
 
-def _checkpoint(config: Config, folder: Path, resume: bool | Path, has_critic: bool) -> Checkpoint | None:
+def _checkpoint(
+    config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy
+) -> Checkpoint | None:
     """The checkpoint that a run goes on from; None where it has none yet."""
     checkpoints = list_checkpoints(folder / "checkpoints")
     if not isinstance(resume, Path):
-        return load_checkpoint(checkpoints[-1], config, has_critic) if checkpoints else None
+        return load_checkpoint(checkpoints[-1], config, has_critic, start) if checkpoints else None
     if resume not in checkpoints:
         raise ConfigError(
             f"{resume} is not a checkpoint of the run in {folder}, which has"
             f" {', '.join(path.name for path in checkpoints) or 'none'}"
         )
-    return load_checkpoint(resume, config, has_critic)
+    return load_checkpoint(resume, config, has_critic, start)
+
+
+def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:
+    """Agent A's policy and, where a KL term asks for it, the frozen start policy. Under LoRA the start policy is the
+    base of the one and the other itself."""
+    pulls = config.loss.kl_coef > 0
+    if config.adapts_both:
+        policy = start.adapted(config.lora, named_seed(config.run.seed, "adapter"))
+        return policy, start if pulls else None
+    if config.lora.rank > 0:
+        start.adapted(config.lora, 0)  # what agent B cannot be is said now, and not in the first loop
+    return start, start.copy() if pulls else None
 
 
 def _check_resumable(config: Config, folder: Path) -> None:
@@ -180,7 +199,10 @@ def _check_resumable(config: Config, folder: Path) -> None:
     for name, old in before.items():
         may_change = name != "run.seed" and name.startswith(MAY_CHANGE)
         if name == "policy.path":
-            may_change = config.loss.kl_coef == 0  # only the reference still comes from there
+            # Only the reference still comes from there, or the base of an adapter, which knows it by its fingerprint.
+            may_change = config.loss.kl_coef == 0 or config.adapts_both
+        if name == "swap.copy":
+            may_change = "adapter" not in (old, now[name])  # the others differ in where things lie
         if old != now[name] and not may_change:
             raise ConfigError(
                 f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {now[name]!r}"
@@ -203,9 +225,14 @@ def _check_device(config: Config) -> None:
         raise ConfigError(f"policy.device={config.policy.device!r} cannot be used here: {error}") from error
 
 
-def trained_policy(folder: Path, config: Config) -> Policy:
-    """The policy of a run's latest checkpoint. Raises ConfigError where there is none."""
+def latest_checkpoint(folder: Path) -> Path:
+    """The latest checkpoint of a run, a folder that `Policy.load` takes. Raises ConfigError where there is none."""
     checkpoints = list_checkpoints(folder / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{folder} has no checkpoints yet")
-    return Policy.load(checkpoints[-1], config.policy)
+    return checkpoints[-1]
+
+
+def trained_policy(folder: Path, config: Config) -> Policy:
+    """The policy of a run's latest checkpoint. Raises ConfigError where there is none."""
+    return Policy.load(latest_checkpoint(folder), config.policy)

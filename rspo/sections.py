@@ -23,6 +23,7 @@ TARGETS = ("task_score", "won")
 LEARNED_REWARD_SCALE = 10.0
 SINGLETONS = ("zero", "raw")
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+COPIES = ("device", "offload", "adapter")
 DTYPES = ("float32", "bfloat16", "float16")
 REPORTERS = ("tensorboard", "wandb", "trackio")
 
@@ -100,6 +101,37 @@ class PolicyConfig:
     def needs_template(self) -> bool:
         """Whether the tokenizer must have a chat template; that of the small model from scratch never has one."""
         return self.chat == "on" and self.path is not None
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """LoRA through peft: small trained matrices on frozen weights, of both agents, or with `swap.copy="adapter"` of
+    agent B alone."""
+
+    rank: int = 0
+    """Of the matrices; 0: no adapters."""
+    alpha: int | None = None
+    """The matrices' product is scaled by alpha / rank. None: twice the rank."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Linear layers that get an adapter: "all-linear", all of them but the head, or ends of their names, as "q_proj".
+    """
+    learning_rate: float | None = None
+    """Of adapters, in place of `optimizer.learning_rate` (None): what suits them is ten times and more of what suits
+    full fine-tuning."""
+
+    def __post_init__(self) -> None:
+        at_least("lora.rank", self.rank, 0)
+        if self.alpha is not None:
+            at_least("lora.alpha", self.alpha, 1)
+        if not self.targets:
+            raise ConfigError("lora.targets must name at least one kind of layer, got ()")
+        if self.learning_rate is not None:
+            at_least("lora.learning_rate", self.learning_rate, 0)
+
+    @property
+    def scale_numerator(self) -> int:
+        """`alpha`, or what stands for it."""
+        return 2 * self.rank if self.alpha is None else self.alpha
 
 
 @dataclass(frozen=True)
@@ -345,6 +377,11 @@ class SwapConfig:
     """Replay fewer trajectories rather than unsuccessful ones."""
     fresh_optimizer: bool = False
     """B starts with a new optimiser instead of a copy of A's state."""
+    copy: str = "device"
+    """What agent B is. "device": a copy of A's trained weights and optimiser state beside A's own. "offload": the same,
+    in A's place, while A's wait in CPU memory. "adapter": a LoRA adapter (section `lora`) on A's weights, which are
+    fully trained but stand still while B acts and learns; its optimiser is new. Under `lora.rank` > 0 with "device"
+    both agents are adapters on one frozen base."""
     ignore_behavior: bool = False
     """Treat replayed tokens as if A had written them: ratio to π_old and clip centre 1, whoever sampled them."""
     mixture: str = "two-means"
@@ -360,6 +397,7 @@ class SwapConfig:
         one_of("swap.sampling", self.sampling, SAMPLING)
         one_of("swap.unit", self.unit, UNITS)
         one_of("swap.mixture", self.mixture, MIXTURES)
+        one_of("swap.copy", self.copy, COPIES)
 
 
 @dataclass(frozen=True)

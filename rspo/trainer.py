@@ -97,7 +97,8 @@ class Trainer:
         """One loop of Algorithm 1; without RSPO, one update."""
         swap = self.config.swap
         if self.config.replay_size(self.alpha) > 0 and swap.source != "history":
-            self._train_b_and_collect()
+            with self.agent.branched() as agent_b:  # 5: set π_dense = π_θ
+                self._train_b_and_collect(agent_b)
 
         history: list[list[Trajectory]] = []
         updates = min(swap.k if self.swaps else 1, self.config.run.steps - self.books.step)
@@ -109,11 +110,10 @@ class Trainer:
             for trajectories in history:  # the ablation RSPO_H: the next loop replays A's own trajectories
                 self.buffer.add(trajectories)
 
-    def _train_b_and_collect(self) -> None:
-        """Lines 4 to 11: agent B learns from dense rewards, then fills the buffer."""
+    def _train_b_and_collect(self, agent_b: Agent) -> None:
+        """Lines 6 to 11: agent B learns from dense rewards, then fills the buffer."""
         swap = self.config.swap
         tasks = self.config.on_policy_tasks(self.alpha)
-        agent_b = self.agent.branch(swap.fresh_optimizer)  # 5: set π_dense = π_θ
         for _ in range(swap.k):  # 6
             trajectories = self._rollout(agent_b, tasks)  # 7: sample (1 - α)·B tasks, generate with π_dense
             relabel(trajectories, self.reward_b)  # 8: compute dense rewards

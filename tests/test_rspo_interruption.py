@@ -43,7 +43,12 @@ PARITY = [
     "optimizer.schedule=cosine",
     "optimizer.warmup_updates=1",
 ]
-METHODS = {"grpo": [], "ppo": ["base=ppo"], "history": ["swap.source=history"]}
+METHODS = {
+    "grpo": [],
+    "ppo": ["base=ppo"],
+    "history": ["swap.source=history"],
+    "lora": ["base=ppo", "lora.rank=2", "loss.kl_coef=0.01"],
+}
 
 
 class Forks:
@@ -145,13 +150,11 @@ def test_a_killed_run_goes_on_to_the_same_result(
     expected, moments = whole(name)
     first, second = (moments.index(f"os.rename checkpoints/.step-00000{step}.partial") for step in (2, 4))
     loop = [i for i in range(first, second) if moments[i] == "optimizer step"]
-    chosen = {
-        "grpo": [loop[1], second - 4, second],
-        "ppo": [loop[-2], moments.index("fsync checkpoints/.step-000004.partial/critic.safetensors", first)]
-        if name == "ppo"
-        else [],
-        "history": [second - 4],
-    }[name]
+    weights = {"ppo": "critic.safetensors", "lora": "adapter_model.safetensors"}.get(name)
+    if weights is not None:
+        chosen = [loop[-2], moments.index(f"fsync checkpoints/.step-000004.partial/{weights}", first)]
+    else:
+        chosen = {"grpo": [loop[1], second - 4, second], "history": [second - 4]}[name]
     rng = np.random.default_rng(len(name))
     begun = moments.index("open metrics.jsonl")
     for case, at in enumerate([*chosen, int(rng.integers(begun, first)), int(rng.integers(first, len(moments)))]):

@@ -1,0 +1,1 @@
+"""RSPO inside other trainers: a package for each, which needs the library it is named after."""
