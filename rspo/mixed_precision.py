@@ -48,13 +48,14 @@ class MasterAdamW:
         """A step of the masters, which the parameters follow."""
         self.optimizer.step()
         self.follow_masters()
+        for _, master in self.copies:
+            master.grad = None  # a copy of the parameter's, of twice its size or more
 
     @torch.no_grad()
     def follow_masters(self) -> None:
         """Bring the masters' values to the parameters."""
         for parameter, master in self.copies:
             parameter.copy_(master)
-            master.grad = None  # a copy of the parameter's, of twice its size or more
 
     def state_dict(self) -> dict[str, Any]:
         """The optimiser's state, and the masters of parameters that cannot stand for them."""
