@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ def dry_run(config: Config) -> str:
     """What a run with this configuration needs and does, as text to be read."""
     findings = Findings()
     devices = _devices(config, findings)
+    _packages(config, findings)
     environment, max_turns, vocabulary = _environment(config, findings)
     name, shape = _model(config, vocabulary, findings)
     estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
@@ -79,11 +81,18 @@ def dry_run(config: Config) -> str:
 
 def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: bool) -> MemorySetup:
     """What decides on the memory of a configured run."""
-    policy, rollout = config.policy, config.rollout
+    policy, rollout, ranks = config.policy, config.rollout, config.parallel.processes or 1
+    # Each process plays whole groups.
+    tasks = max(config.on_policy_tasks(work.alpha), config.swap.buffer_tasks if work.has_agent_b else 0)
+    generates = config.engine.name == "transformers"
     return MemorySetup(
         shape,
         weight_bytes=getattr(torch, policy.dtype).itemsize,
-        agent_b="device" if work.has_agent_b else "none",
+        ranks=ranks,
+        sharded=config.parallel.shard == "fsdp",
+        adapter_rank=config.lora.rank if config.adapts_both else 0,
+        agent_b=config.swap.copy if work.has_agent_b else "none",
+        adapter_rank_b=config.lora.rank,
         reference=config.loss.kl_coef > 0,
         critic=config.critic.backbone if has_critic else "none",
         micro_batch_tokens=work.micro_batch_tokens,
@@ -92,7 +101,7 @@ def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: 
         checkpointing=policy.gradient_checkpointing,
         fused=policy.fused == "on" or (policy.fused == "auto" and shape.vocab_size >= LARGE_VOCABULARY),
         loss_parts=2 if work.replayed else 1,
-        generated_rows=min(rollout.max_batch, max(work.on_policy, work.collected)),
+        generated_rows=min(rollout.max_batch, -(-tasks // ranks) * rollout.group_size) if generates else 0,
         prompt_tokens=rollout.max_prompt_tokens,
         response_tokens=rollout.max_response_tokens,
     )
@@ -109,7 +118,33 @@ def _devices(config: Config, findings: Findings) -> str:
     except (RuntimeError, AssertionError) as error:
         findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
     findings.attempt(lambda: check_attention_device(config.policy))
-    return f"asked for {device}; here {here}, {cores} CPU cores"
+    processes = config.parallel.processes or 1
+    if device == "cuda" and count < processes and processes > 1:
+        findings.problems.append(
+            f"parallel.processes={processes} need a device each, and this machine has {count}: more machines, or fewer"
+            " processes"
+        )
+    together = f", {processes} processes" if processes > 1 else ""
+    return f"asked for {device}{together}; here {here}, {cores} CPU cores"
+
+
+def _packages(config: Config, findings: Findings) -> None:
+    """Packages that the settings ask for and that are not here."""
+    needed = {
+        "peft": ("lora", f"lora.rank={config.lora.rank}", config.lora.rank > 0),
+        "accelerate": (
+            "distributed",
+            "parallel",
+            (config.parallel.processes or 1) > 1 or config.parallel.shard != "none",
+        ),
+        "vllm": ("vllm", "engine.name='vllm'", config.engine.name == "vllm"),
+        "openai": ("openai", "engine.name='openai'", config.engine.name == "openai"),
+    }
+    findings.problems += [
+        f"{setting} needs the package {package}: pip install 'rspo[{extra}]'"
+        for package, (extra, setting, is_asked) in needed.items()
+        if is_asked and find_spec(package) is None
+    ]
 
 
 def _environment(config: Config, findings: Findings) -> tuple[str, int | None, int | None]:
@@ -182,6 +217,10 @@ def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
         for name, size in setup.phases.items()
     ]
     lines.append(_line("at the highest", setup.peak))
+    if setup.host:
+        lines.append(_line("in the CPU's memory, agent A", setup.host, "while B acts"))
+    if config.engine.name == "vllm":
+        lines.append(f"  and vLLM, {config.engine.gpu_memory:.0%} of the device, which is not counted")
     if config.rewards.model_path is not None:
         lines.append(f"  and the process reward model at {config.rewards.model_path}, which is not counted")
     other = replace(setup, fused=not setup.fused)

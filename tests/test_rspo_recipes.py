@@ -21,6 +21,8 @@ from rspo.config_io import flat_settings, load_config
 RECIPES = Path(__file__).parent.parent / "recipes"
 PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
 SMALL = [RECIPES / "alfworld-small.yaml", RECIPES / "webshop-small.yaml"]
+PROCESSES = {("webshop", "1.5b"): 2, ("webshop", "7b"): 8, ("alfworld", "1.5b"): 8, ("alfworld", "7b"): 16}
+"""GPUs of the paper (appendix A.2), which trained PPO with 1.5B on WebShop on 4."""
 WEIGHTS = {"1.5b": 1_543_714_304, "7b": 7_615_616_512}
 
 
@@ -33,6 +35,7 @@ def parts(recipe: Path) -> tuple[str, str, str, bool]:
 def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
     """All settings of the paper's run: the preset's, and what differs between its rows."""
     alfworld, ppo = env == "alfworld", base == "ppo"
+    processes = 4 if (env, size, base) == ("webshop", "1.5b", "ppo") else PROCESSES[env, size]
     settings = flat_settings(paper_config("rspo", base) if swaps else paper_config(base))
     settings |= {
         "env.name": env,
@@ -46,6 +49,8 @@ def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
         "rollout.max_prompt_tokens": 2048 if alfworld else 4096,
         "rollout.max_response_tokens": 512,
         "rollout.max_batch": 32,
+        "parallel.processes": processes,
+        "parallel.shard": "fsdp",
         "estimator.std": base != "gigpo" or alfworld,
         "estimator.invalid_penalty": 0.1,
         "optimizer.learning_rate": 1e-6,
@@ -141,8 +146,12 @@ def test_a_dry_run_of_each_paper_recipe(recipe: Path, nothing_here: Path, capsys
     else:
         assert "agent B" not in text
         assert "sampled in the run: 19,200 trajectories" in text
+    processes = config.parallel.processes
+    assert f"asked for cuda, {processes} processes; here" in text
+    assert f"--num_processes {processes} " in recipe.read_text(encoding="utf-8")
     if not torch.cuda.is_available():
         assert "policy.device='cuda' cannot be used" in text
+        assert f"parallel.processes={processes} need a device each, and this machine has 0" in text
     assert list(nothing_here.iterdir()) == [], "nothing is written"
 
 
@@ -234,6 +243,32 @@ def test_a_wrong_configuration_is_an_error(nothing_here: Path, capsys: pytest.Ca
     assert "unknown setting 'rollout.groups'" in capsys.readouterr().err
     assert main(["train", "--dry-run", "--set", "swap.alpha=1"]) == 2
     assert main(["train", "--dry-run", "--config", "nowhere.yaml"]) == 2
+
+
+def memory(text: str, part: str) -> float:
+    """GB of a part in what a dry run prints."""
+    found = re.search(rf"^  {re.escape(part)}.* ([\d.,]+) (GB|MB)", text, re.MULTILINE)
+    assert found is not None, part
+    return float(found[1].replace(",", "")) / (1 if found[2] == "GB" else 1000)
+
+
+def test_choices_of_memory_are_seen(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = RECIPES / "paper" / "webshop_qwen2.5-7b_rspo-grpo.yaml"
+    alone = ("--config", recipe, "--set", "parallel={processes: 1, shard: none}")
+    both = dry_run(capsys, *alone)
+    assert memory(both, "agent B") == pytest.approx(16 * 7.6156, abs=0.1)
+    offload = dry_run(capsys, *alone, "--set", "swap.copy=offload")
+    assert "agent B" not in offload
+    assert memory(offload, "in the CPU's memory, agent A") == pytest.approx(14 * 7.6156, abs=0.1)
+    lora = dry_run(capsys, *alone, "--set", "lora.rank=32")
+    assert memory(lora, "weights, frozen") == pytest.approx(2 * 7.6156, abs=0.1)
+    assert "reference" not in lora
+    adapter = dry_run(capsys, *alone, "--set", "lora.rank=32", "--set", "swap.copy=adapter")
+    assert memory(adapter, "agent B") < 2 < memory(adapter, "float32 masters")
+    shared = dry_run(capsys, "--config", recipe)
+    assert memory(shared, "agent B") == pytest.approx(16 * 7.6156 / 8, abs=0.1)
+    served = dry_run(capsys, *alone, "--set", "engine={name: openai, url: 'http://localhost:1/v1'}")
+    assert memory(served, "generation") == 0
 
 
 # Presets of files
