@@ -57,6 +57,17 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     lines = [line for line in environments.table(report).splitlines() if line.startswith("| RSPO+GRPO")]
     assert len(lines) == 2
     cells = [cell.strip() for cell in lines[0].strip("|").split("|")]
-    assert cells == ["RSPO+GRPO", "0", "36", "128", "10.0", "25.0", "30.0", "20 to 40", "0.25 → 0.50", "2"]
+    assert cells == [
+        "RSPO+GRPO",
+        "0",
+        str(STEPS["rspo"]),
+        "128",
+        "10.0",
+        "25.0",
+        "30.0",
+        "20 to 40",
+        "0.25 → 0.50",
+        "2",
+    ]
     environments.plot(report, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

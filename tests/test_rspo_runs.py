@@ -289,7 +289,8 @@ def test_a_new_run_does_not_overwrite_an_old_one(start: Path, tmp_path: Path) ->
 def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) -> None:
     """Dense rewards, one loop: agent A's batch has 3 tasks' rows and α·B·N = 2 replayed trajectories."""
     trainer = open_run(small_config(*flags_for(start)), tmp_path, progress=False)
-    trainer._train_b_and_collect()
+    with trainer.agent.branched() as agent_b:
+        trainer._train_b_and_collect(agent_b)
     assert len(trainer.buffer) == 3 * 2
     assert all(t.rewards is not None and t.rewards.sum() == t.outcome for t in trainer.buffer.trajectories)
     before = trainer.books.trajectories
