@@ -265,7 +265,7 @@ def _line(name: str, size: int, note: str = "") -> str:
 
 
 def _size(size: int) -> str:
-    scale, unit = (GB, "GB") if size >= GB else (10**6, "MB")
+    scale, unit = (GB, "GB") if size >= GB / 10 else (10**6, "MB")
     return f"{size / scale:,.1f} {unit}"
 
 

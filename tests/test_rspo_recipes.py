@@ -243,6 +243,10 @@ def test_a_broken_model_folder_is_a_line(nothing_here: Path, capsys: pytest.Capt
     (nothing_here / "model" / "config.json").write_text('{"model_type": "of-the-future"}')
     text = dry_run(capsys, "--policy", "model")
     assert "no causal LM that transformers knows is at 'model'" in text
+    (nothing_here / "model" / "config.json").write_text('{"model_type": "vit"}')
+    text = dry_run(capsys, "--policy", "model")
+    assert "ViTConfig" in text
+    assert "GPT2Config" not in text, "not every name that there is"
 
 
 def test_what_does_not_fit_is_said(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
