@@ -153,6 +153,19 @@ class Config:
         """Trajectories replayed in one update of A: α·B·N."""
         return round(alpha * self.rollout.tasks * self.rollout.group_size)
 
+    @property
+    def without_replay(self) -> str:
+        """What to say where RSPO's replay rounds to nothing from the start, so that it is the base method alone; empty
+        where it does not."""
+        if self.method != "rspo" or self.swap.alpha == 0 or self.replay_size(self.swap.alpha) > 0:
+            return ""
+        rollout = self.rollout
+        share = self.swap.alpha * rollout.tasks * rollout.group_size
+        return (
+            f"swap.alpha={self.swap.alpha:g} of rollout.tasks={rollout.tasks} × rollout.group_size={rollout.group_size}"
+            f" is {share:g} trajectories, rounded to none: nothing is replayed, this is {self.base} alone"
+        )
+
     def alpha_at(self, step: int) -> float:
         """α at an update of A, counted from 0."""
         return self.swap.alpha * decay(self.swap.alpha_schedule, step / self.run.steps)

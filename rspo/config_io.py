@@ -69,6 +69,8 @@ def _read(path: str | Path) -> Mapping[str, Any]:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not a YAML file: {error}") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"the configuration {path} does not exist") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
     return values

@@ -65,6 +65,7 @@ def dry_run(config: Config) -> str:
         f"devices: {devices}",
         f"model: {name}",
         f"environment: {environment}",
+        *_launch(config),
     ]
     parts = ["\n".join(about)]
     if max_turns is not None:
@@ -126,6 +127,14 @@ def _devices(config: Config, findings: Findings) -> str:
         )
     together = f", {processes} processes" if processes > 1 else ""
     return f"asked for {device}{together}; here {here}, {cores} CPU cores"
+
+
+def _launch(config: Config) -> list[str]:
+    """How a run of several processes is started, which the dry run itself need not be."""
+    processes = config.parallel.processes
+    if (processes or 1) == 1 and config.parallel.shard == "none":
+        return []
+    return [f"start: accelerate launch --num_processes {processes or 'N'} -m rspo train ..."]
 
 
 def _packages(config: Config, findings: Findings) -> None:
@@ -225,8 +234,8 @@ def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
         lines.append(f"  and the process reward model at {config.rewards.model_path}, which is not counted")
     other = replace(setup, fused=not setup.fused)
     lines.append(
-        f"  of a micro-batch, head and loss take {setup.head / GB:.1f} GB;"
-        f" with policy.fused={'off' if setup.fused else 'on'} {other.head / GB:.1f} GB"
+        f"  of a micro-batch, head and loss take {_size(setup.head)};"
+        f" with policy.fused={'off' if setup.fused else 'on'} {_size(other.head)}"
     )
     return "\n".join([*lines, _fits(setup.peak, config, findings)])
 
@@ -235,7 +244,7 @@ def _fits(peak: int, config: Config, findings: Findings) -> str:
     """Held against this machine's device, or where there is none of the kind against usual ones."""
     total = _device_memory(config.policy.device)
     if total is not None and peak > total:
-        findings.problems.append(f"{peak / GB:,.1f} GB do not fit the device's {total / GB:,.1f} GB")
+        findings.problems.append(f"{_size(peak)} do not fit the device's {_size(total)}")
     sizes = USUAL_DEVICES if total is None else (total,)
     words = ", ".join(f"{size / GB:,.0f} GB: {'yes' if peak <= USABLE * size else 'no'}" for size in sizes)
     return f"  fits, a tenth left free, into {words}"
@@ -252,14 +261,20 @@ def _device_memory(device: str) -> int | None:
 
 
 def _line(name: str, size: int, note: str = "") -> str:
-    scale, unit = (GB, "GB") if size >= GB / 100 else (10**6, "MB")
-    return f"  {name:<36}{size / scale:>8,.1f} {unit}  {note}".rstrip()
+    return f"  {name:<36}{_size(size):>11}  {note}".rstrip()
+
+
+def _size(size: int) -> str:
+    scale, unit = (GB, "GB") if size >= GB / 10 else (10**6, "MB")
+    return f"{size / scale:,.1f} {unit}"
 
 
 def _batches(config: Config, work: Workload) -> str:
     rollout, optimizer = config.rollout, config.optimizer
     base = f"{work.sampled_without_swap:,} by {config.estimator_name} alone"
     lines = ["batches:"]
+    if config.without_replay:
+        lines.append(f"  {config.without_replay}")
     if work.has_agent_b:
         lines.append(
             f"  a loop: {work.updates_b} updates of B, which then collects {config.swap.buffer_tasks} ×"
@@ -276,7 +291,7 @@ def _batches(config: Config, work: Workload) -> str:
         f"  micro-batches of a mini-batch: at most {work.micro_batches}, of {work.micro_batch_rows:,} rows of that"
         f" length ({optimizer.micro_batch_tokens:,} tokens)",
         f"  its tokens: at most {work.tokens:,}, of them {work.response_tokens:,} of responses",
-        f"  sampled for {work.updates_a} updates of A: {work.sampled:,} trajectories"
+        f"  sampled for {work.updates_a} update{'s' if work.updates_a > 1 else ''} of A: {work.sampled:,} trajectories"
         + (f", {base}" if work.sampled != work.sampled_without_swap else ""),
         f"  sampled in the run: {work.sampled_in_run:,} trajectories",
     ]

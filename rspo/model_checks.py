@@ -60,7 +60,9 @@ def check_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, con
 
 def check_run(policy: Policy, config: Config) -> None:
     """Raises ConfigError where the start policy cannot be rolled out and trained as configured; warns where its
-    positions may not suffice."""
+    positions may not suffice, or where RSPO's settings leave nothing to replay."""
+    if config.without_replay:
+        warnings.warn(config.without_replay, stacklevel=2)
     if config.policy.attention == FLASH and config.policy.dtype == "float32":
         raise ConfigError(f"policy.attention={FLASH!r} needs policy.dtype 'bfloat16' or 'float16', got 'float32'")
     if not policy.eos_token_ids:

@@ -121,7 +121,13 @@ def local_shape(folder: Path) -> ModelShape:
     try:
         return config_shape(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no causal LM that transformers knows is at {str(folder)!r}: {error}") from error
+        reason = loading_reason(error)
+        raise ConfigError(f"no causal LM that transformers knows is at {str(folder)!r}: {reason}") from error
+
+
+def loading_reason(error: Exception) -> str:
+    """Why transformers does not load a model, without the hundreds of names of the ones it does."""
+    return str(error).partition("\nModel type should be one of")[0]
 
 
 def config_shape(config: PretrainedConfig) -> ModelShape:

@@ -20,6 +20,7 @@ from .distributed import ALONE, Ranks, of_tokens
 from .gradient_checkpointing import recompute_layers
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_loaded
+from .model_shapes import loading_reason
 from .policy_module import PolicyModule
 from .sharing import copy_module, frozen_view
 
@@ -85,7 +86,7 @@ class Policy:
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"no causal LM that transformers can load is at {str(path)!r} (with"
-                f" policy.attention={config.attention!r}): {error}"
+                f" policy.attention={config.attention!r}): {loading_reason(error)}"
             ) from error
         check_loaded(model, tokenizer, config)
         if config.gradient_checkpointing:

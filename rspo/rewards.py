@@ -159,7 +159,10 @@ def make_dense_reward(
             )
         source = environment_dense_reward
     elif config.model_path is not None:
-        source = LearnedReward(config.model_path, policy or PolicyConfig())
+        try:
+            source = LearnedReward(config.model_path, policy or PolicyConfig())
+        except ConfigError as error:
+            raise ConfigError(f"rewards.dense={config.dense!r}: {error}") from error
     else:
         source = NamedReward(config.dense, function)
     return DenseReward(source, config.scale, config.dense_noise, rng)

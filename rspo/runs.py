@@ -6,6 +6,7 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy)
 from __future__ import annotations
 
 import shutil
+from inspect import Parameter, signature
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .distributed import ALONE, Ranks, join, placed
 from .engines import open_backend
-from .envs import BatchedEnv, make_env
+from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
 from .lora import require_peft, require_whole_model
@@ -27,6 +28,7 @@ from .observer import Observer
 from .randomness import named_seed
 from .reporters import find_reporters
 from .rewards import RewardFunction, training_rewards
+from .sections import EnvConfig
 from .sharding import load_policy
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
@@ -52,7 +54,20 @@ def build_env(config: Config) -> BatchedEnv:
             return WorkerEnv(settings.name, settings.options, settings.workers, settings.worker_timeout)
         return make_env(settings.name, **settings.options)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"env.name={config.env.name!r} with env.options={config.env.options}: {error}") from error
+        about = f"env.name={settings.name!r} with env.options={settings.options}"
+        raise ConfigError(f"{about}: {_unknown_options(settings) or error}") from error
+
+
+def _unknown_options(settings: EnvConfig) -> str:
+    """What to say of options that the environment's constructor does not take; empty where there are none."""
+    try:
+        taken = signature(find_factory(settings.name)).parameters
+    except (ImportError, TypeError, ValueError):
+        return ""
+    unknown = [name for name in settings.options if name not in taken]
+    if not unknown or any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values()):
+        return ""
+    return f"unknown option {unknown[0]!r}; the environment takes {', '.join(taken) or 'none'}"
 
 
 def check_split(env: BatchedEnv, config: Config) -> None:

@@ -71,10 +71,12 @@ class PolicyConfig:
     """Folder of a saved transformers model. None: a small model from scratch, warmed up by behaviour cloning of
     the environment's scripted expert."""
     dtype: str = "float32"
+    """Of the weights: "float32", "bfloat16" or "float16"; the optimiser's are float32 in any case."""
     attention: str = "sdpa"
     """"sdpa" (PyTorch's own), "eager" (plain, slow; for models that cap their attention scores, such as Gemma 2), or
     "flash_attention_2" (the extra rspo[flash], on a GPU in bfloat16 or float16)."""
     device: str = "cpu"
+    """Any of PyTorch's, such as "cuda" or "cuda:1"; each of several processes takes the GPU of its number."""
     fused: str = "auto"
     """Log-probs and losses straight from hidden states, so that the logits of all words never exist at once: "on",
     "off", or "auto": from a vocabulary of 8192 words on, where the model's head is a linear layer with a scale or a cap

@@ -315,6 +315,12 @@ def test_positions_that_do_not_suffice(recwarn: pytest.WarningsRecorder) -> None
     assert not recwarn.list
 
 
+def test_rspo_without_anything_to_replay_is_a_warning() -> None:
+    config = small_config("rollout.tasks=2", "rollout.group_size=2", "swap.alpha=0.1")
+    with pytest.warns(UserWarning, match=r"swap\.alpha=0\.1 of .* is 0\.4 trajectories, rounded to none"):
+        check_run(small_policy(), config)
+
+
 def test_flash_attention_needs_half_precision() -> None:
     policy = tiny_model_policy("llama")
     config = run_config("policy.attention=flash_attention_2", "policy.packing=off")

@@ -149,6 +149,7 @@ def test_a_dry_run_of_each_paper_recipe(recipe: Path, nothing_here: Path, capsys
     processes = config.parallel.processes
     assert f"asked for cuda, {processes} processes; here" in text
     assert f"--num_processes {processes} " in recipe.read_text(encoding="utf-8")
+    assert f"start: accelerate launch --num_processes {processes} -m rspo train" in text
     if not torch.cuda.is_available():
         assert "policy.device='cuda' cannot be used" in text
         assert f"parallel.processes={processes} need a device each, and this machine has 0" in text
@@ -205,13 +206,14 @@ def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["rewards.dense=model:runs/none"], "runs/none"),
+        (["rewards.dense=model:runs/none"], "rewards.dense='model:runs/none': 'runs/none' must be a reward model"),
         (["rewards.dense=nowhere.to_be_found:reward"], "rewards.dense='nowhere.to_be_found:reward' cannot be imported"),
         (["run.report_to=nowhere.to_be_found:Reporter"], "run.report_to: 'nowhere.to_be_found:Reporter'"),
         (["base=nowhere.to_be_found:Estimator"], "nowhere.to_be_found"),
         (["evaluation.split=moon"], "evaluation.split='moon'"),
         (["env.name=nowhere.to_be_found:Env"], "env.name='nowhere.to_be_found:Env'"),
         (["env.options={max_turns: 0}"], "max_turns"),
+        (["env.options={max_turn: 5}"], "unknown option 'max_turn'; the environment takes max_turns"),
         (["policy.device=meteor"], "policy.device='meteor' cannot be used"),
         (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
     ],
@@ -225,11 +227,26 @@ def test_what_would_stop_the_run_is_a_line(
     assert problem in lines
 
 
+def test_a_replay_of_nothing_is_said(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--set", "rollout.tasks=2", "--set", "rollout.group_size=2")
+    said = "nothing is replayed, this is grpo alone"
+    text = dry_run(capsys, *small)
+    assert "swap.alpha=0.125 of rollout.tasks=2 × rollout.group_size=2 is 0.5 trajectories" in text
+    assert said in text
+    assert said not in dry_run(capsys, *small, "--set", "swap.alpha=0.25")
+    assert said not in dry_run(capsys, *small, "--set", "swap.alpha=0")
+    assert said not in dry_run(capsys, *small, "--method", "grpo")
+
+
 def test_a_broken_model_folder_is_a_line(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (nothing_here / "model").mkdir()
     (nothing_here / "model" / "config.json").write_text('{"model_type": "of-the-future"}')
     text = dry_run(capsys, "--policy", "model")
     assert "no causal LM that transformers knows is at 'model'" in text
+    (nothing_here / "model" / "config.json").write_text('{"model_type": "vit"}')
+    text = dry_run(capsys, "--policy", "model")
+    assert "ViTConfig" in text
+    assert "GPT2Config" not in text, "not every name that there is"
 
 
 def test_what_does_not_fit_is_said(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,7 +259,9 @@ def test_a_wrong_configuration_is_an_error(nothing_here: Path, capsys: pytest.Ca
     assert main(["train", "--config", "wrong.yaml", "--dry-run"]) == 2
     assert "unknown setting 'rollout.groups'" in capsys.readouterr().err
     assert main(["train", "--dry-run", "--set", "swap.alpha=1"]) == 2
+    capsys.readouterr()
     assert main(["train", "--dry-run", "--config", "nowhere.yaml"]) == 2
+    assert "the configuration nowhere.yaml does not exist" in capsys.readouterr().err
 
 
 def memory(text: str, part: str) -> float:

@@ -524,7 +524,7 @@ def test_wrong_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["collect", "--expert", "1", "--env", "rspo_toys:ParityEnv"], "ParityEnv has no scripted expert"),
         (["collect", "--run", "nowhere"], "--run: nowhere holds no run"),
         (["collect", "--policy", "nowhere"], "policy.path='nowhere' is not a folder"),
-        (["train", "--steps", "1", "--dense-reward", "model:nowhere"], "'nowhere' must be a reward model"),
+        (["train", "--steps", "1", "--dense-reward", "model:nowhere"], "rewards.dense='model:nowhere': 'nowhere'"),
         (["train", "--steps", "1", "--dense-reward", "nowhere"], "rewards.dense must be 'environment', 'model:FOLDER'"),
     ],
 )
