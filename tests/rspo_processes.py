@@ -242,7 +242,7 @@ def do_trainer(start: Path, answer: dict[str, Any]) -> None:
     Tracker.__init__ = slowly  # type: ignore[method-assign]
     for shard in ("none", "fsdp"):
         counter = Counter()
-        config = small_config(f"policy.path={start / 'untied'}", f"parallel.shard={shard}", "method=grpo", *RUN_FLAGS)
+        config = small_config(f"policy.path={start / 'tied'}", f"parallel.shard={shard}", "method=grpo", *RUN_FLAGS)
         trainer = RSPOTrainer(args=config, output_dir=start / f"hf-{shard}", callbacks=[counter], progress=False)
         result = trainer.train()
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate().items()}
