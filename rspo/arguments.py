@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .config import Config, ConfigError
 from .config_io import config_from, load_config
 from .envs import BatchedEnv
+from .gradient_checkpointing import recompute_layers
 from .models import Policy
 from .rewards import RewardFunction
 from .runs import build_env
@@ -87,7 +88,8 @@ def as_policy(
 ) -> tuple[Config, Policy | None]:
     """The settings that go with a start policy, and the policy where it is an object.
 
-    A path goes into `policy.path`. An object brings its dtype, device and attention.
+    A path goes into `policy.path`. A model object brings its dtype, device and attention, a
+    Policy also how it packs, what it does with a chat template, and its path to the loss.
 
     Raises ConfigError where there is nothing at the path, or an object's dtype or tokenizer does not fit; TypeError for
     anything else.
@@ -99,6 +101,8 @@ def as_policy(
             raise TypeError(f"processing_class must be the tokenizer of the model object, got {processing_class!r}")
         model = Policy(model, processing_class, config.policy.packs, config.policy.fused, config.policy.chat != "off")
     if isinstance(model, Policy):
+        if config.policy.gradient_checkpointing:
+            recompute_layers(model.model)
         return _settings_of(config, model), model
     if model is None:
         return config, None
@@ -121,8 +125,11 @@ def _settings_of(config: Config, policy: Policy) -> Config:
     tokens, rows = len(policy.tokenizer), policy.model.get_input_embeddings().num_embeddings
     if tokens > rows:
         raise ConfigError(f"processing_class has {tokens} tokens, more than the {rows} that the model embeds")
+    if config.policy.chat == "on" and policy.tokenizer.chat_template is None:
+        raise ConfigError("policy.chat='on', but the model's tokenizer has no chat template")
     attention = policy.model.config._attn_implementation
     same_packing = config.policy.packs == policy.packs
+    same_chat = (config.policy.chat != "off") == policy.chat
     settings = replace(
         config.policy,
         path=None,  # a run keeps the model in its own folder
@@ -130,6 +137,8 @@ def _settings_of(config: Config, policy: Policy) -> Config:
         device=str(policy.device),
         attention=attention if attention in ATTENTION else config.policy.attention,
         packing=config.policy.packing if same_packing else "on" if policy.packs else "off",
+        chat=config.policy.chat if same_chat else "auto" if policy.chat else "off",
+        fused=policy.fused,
     )
     return replace(config, policy=settings)
 

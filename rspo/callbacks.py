@@ -9,7 +9,8 @@
     on_save                                       each checkpoint
     on_train_end
 
-`control.should_evaluate` after an update, `should_save` (a checkpoint after the loop that runs) and
+Of several processes each calls its own callbacks, with `state.is_world_process_zero` in the main one alone, whose
+control counts. `control.should_evaluate` after an update, `should_save` (a checkpoint after the loop that runs) and
 `should_training_stop` (after the loop that runs, with a checkpoint) are honoured. There are no epochs, and nothing of
 what happens inside an update.
 """
@@ -28,6 +29,7 @@ from transformers.trainer_utils import IntervalStrategy
 from .checkpoint import checkpoint_path
 from .config import Config
 from .config_io import flat_settings
+from .distributed import is_first
 from .observer import Observer
 from .reporters import Record
 
@@ -105,7 +107,12 @@ class Callbacks(Observer):
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]], args: CallbackArguments) -> None:
         self.args = args
         self.state = TrainerState(
-            max_steps=args.max_steps, logging_steps=1, eval_steps=args.eval_steps, save_steps=args.save_steps
+            max_steps=args.max_steps,
+            logging_steps=1,
+            eval_steps=args.eval_steps,
+            save_steps=args.save_steps,
+            is_local_process_zero=is_first("LOCAL_RANK"),
+            is_world_process_zero=is_first("RANK"),
         )
         self.control = TrainerControl()
         self.subject: dict[str, Any] = {}

@@ -264,6 +264,12 @@ def placed(config: Config, ranks: Ranks) -> Config:
     return config
 
 
+def is_first(variable: str) -> bool:
+    """Whether this process is number 0 of all (`RANK`), or of those of its machine (`LOCAL_RANK`), or was not launched
+    with others."""
+    return "LOCAL_RANK" not in os.environ or os.environ.get(variable, "0") == "0"
+
+
 def leave() -> None:
     """Part from the other processes at the end."""
     if dist.is_available() and dist.is_initialized():

@@ -32,7 +32,8 @@ def recompute_layers(model: PreTrainedModel) -> None:
         )
     inner = {module for layer in layers for module in layer.modules() if module is not layer}
     for layer in layers:
-        if layer not in inner:
+        made_before = getattr(vars(layer).get("forward"), "func", None) is _recomputed
+        if layer not in inner and not made_before:
             # The instance's forward, not __call__: hooks around it, such as FSDP's, run once.
             layer.forward = functools.partial(_recomputed, layer.forward)
 

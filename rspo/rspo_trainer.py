@@ -17,6 +17,7 @@ from .arguments import as_config, as_dense_reward, as_env, as_policy
 from .callbacks import EVALUATION, Callbacks, callback_arguments
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, overlay
+from .distributed import ALONE, Ranks
 from .engines import Backend, open_backend
 from .envs import BatchedEnv
 from .evaluate import evaluate
@@ -46,6 +47,9 @@ class RSPOTrainer:
         metric_for_best_model: the evaluation's metric that `state.best_metric` follows, with or without `eval_`.
         greater_is_better: which way.
         progress: show bars.
+
+    Several processes (`torchrun`, `accelerate launch`) each have a trainer and call the same methods; the main one
+    writes.
 
     Raises ConfigError that names a wrong setting, TypeError that names an argument of the wrong type.
     """
@@ -144,19 +148,24 @@ class RSPOTrainer:
         check_split(self.env, config)
         if self._backend is None:
             self._backend = open_backend(self.config)
-        found = evaluate(self._policy(), self.env, config, progress=self.progress, backend=self._backend)
+        policy, ranks = self._policy(), self._ranks
+        progress = self.progress and ranks.is_main
+        found = evaluate(policy, self.env, config, progress=progress, ranks=ranks, backend=self._backend)
         metrics = {f"{EVALUATION}{name}": value for name, value in found.metrics().items()}
         self._callbacks.evaluated(metrics)
         return metrics
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
         """Write the policy as it is, with its tokenizer, as a folder that transformers loads."""
-        self._policy().save(Path(output_dir))
+        policy = self._policy()
+        weights = policy.gathered_weights()
+        self._ranks.from_main(lambda: policy.save(Path(output_dir), weights))
 
     def create_model_card(self, output_dir: str | os.PathLike[str]) -> None:
         """Write `README.md`, the model card that `push_to_hub` uploads, into a folder. It has no paths of this
         machine. Raises StorageError."""
-        write_text(Path(output_dir) / "README.md", model_card(self.config, self.state.log_history, self._start_name))
+        card = model_card(self.config, self.state.log_history, self._start_name)
+        self._ranks.from_main(lambda: write_text(Path(output_dir) / "README.md", card))
 
     def push_to_hub(
         self,
@@ -178,8 +187,12 @@ class RSPOTrainer:
         with TemporaryDirectory() as folder:
             self.save_model(folder)
             self.create_model_card(folder)
-            name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-            return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=commit_message))
+
+            def upload() -> str:
+                name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+                return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=commit_message))
+
+            return self._ranks.from_main(upload)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Append a callback, an object or a class."""
@@ -227,6 +240,11 @@ class RSPOTrainer:
         if self._backend is not None:
             self._backend.close()
             self._backend = None
+
+    @property
+    def _ranks(self) -> Ranks:
+        """The processes of the run; before training each is taken to be alone."""
+        return self._trainer.agent.ranks if self._trainer is not None else ALONE
 
     def _policy(self) -> Policy:
         """The policy as it is; before training the one that it will start from."""

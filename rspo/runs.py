@@ -6,8 +6,10 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy)
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +23,12 @@ from .engines import open_backend
 from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
-from .lora import require_peft, require_whole_model
+from .lora import fingerprint, require_peft, require_whole_model
 from .model_checks import check_run
 from .models import Policy
 from .observer import Observer
 from .randomness import named_seed
-from .reporters import find_reporters
+from .reporters import Reporter, find_reporters
 from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
@@ -115,6 +117,9 @@ def start_policy(
 
     ranks.from_main(make)
     if given is not None:
+        if len(set(ranks.gather(lambda: fingerprint(given.model)))) > 1:
+            raise ConfigError("the processes were given different models to start from; each must be given the same")
+        given.model.name_or_path = str(cached)  # where the base of an adapter is looked for
         return given
     # Always through the file, so that a first and a resumed run start from the same numbers, and all processes.
     return load_policy(cached, config)
@@ -170,7 +175,7 @@ def open_run(
     estimator = make_estimator(config.estimator_name, config.estimator)
     training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
     reporters = find_reporters(config.run.report_to)
-    backend = open_backend(config, folder)
+    backend = open_backend(config, folder, ranks)
     if config.lora.rank > 0:
         require_peft(f"lora.rank={config.lora.rank}")
     ranks.from_main(lambda: _prepare(folder))
@@ -187,11 +192,7 @@ def open_run(
         ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
     policy, reference = policy_and_reference(start, config)
     ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
-    tracker = (
-        Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters)
-        if ranks.is_main
-        else Onlooker(folder)
-    )
+    tracker = _open_tracker(config, folder, state, progress, reporters, ranks)
     agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
     trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
     if checkpoint:
@@ -217,6 +218,24 @@ def _prepare(folder: Path) -> None:
     for leftovers in (CONFIG_FILE, "start"):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
+
+
+def _open_tracker(
+    config: Config,
+    folder: Path,
+    state: Mapping[str, Any],
+    progress: bool,
+    reporters: Sequence[type[Reporter]],
+    ranks: Ranks,
+) -> Tracker:
+    """The main process's, once it is open: records of a resumed run are then cut to those of its checkpoint."""
+    opened: list[Tracker] = []
+
+    def make() -> None:
+        opened.append(Tracker(folder, config.run.steps, state["step"], state["records"], progress, reporters))
+
+    ranks.from_main(make)
+    return opened[0] if opened else Onlooker(folder, state["records"])
 
 
 def policy_and_reference(start: Policy, config: Config) -> tuple[Policy, Policy | None]:

@@ -51,18 +51,16 @@ class Tracker:
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Append a record: kind is "update", "dense", "collect" or "evaluation"; step counts A-updates."""
-        plain: Record = {"kind": kind, "step": step}
-        for name, value in values.items():
-            if isinstance(value, int):
-                plain[name] = value
-            else:
-                plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
+        plain = _plain(kind, step, values)
         with writing(self.path):
             self.file.write(json.dumps(plain) + "\n")
             self.file.flush()
+        self._tell(plain)
+
+    def _tell(self, record: Record) -> None:
         self.records += 1
         for listen in self.listeners:
-            listen(plain)
+            listen(record)
 
     def sync(self) -> None:
         """Bring the records to the disk, so that a checkpoint never counts more of them than are there."""
@@ -97,16 +95,17 @@ class Tracker:
 
 
 class Onlooker(Tracker):
-    """The tracker of a process that leaves records and progress to the main one."""
+    """The tracker of a process that leaves files, reporters and progress to the main one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, records: int = 0) -> None:
         self.folder = folder
         self.listeners = []
         self.progress = False
-        self.records = 0
+        self.records = records
 
     def record(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Only pass it on to who listens in this process."""
+        self._tell(_plain(kind, step, values))
 
     def sync(self) -> None:
         """Nothing."""
@@ -119,6 +118,16 @@ class Onlooker(Tracker):
 
     def close(self) -> None:
         """Nothing."""
+
+
+def _plain(kind: str, step: int, values: Mapping[str, float]) -> Record:
+    plain: Record = {"kind": kind, "step": step}
+    for name, value in values.items():
+        if isinstance(value, int):
+            plain[name] = value
+        else:
+            plain[name] = float(f"{value:.8g}") if math.isfinite(value) else None
+    return plain
 
 
 def _cut(path: Path, records: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rspo_toys import make_trajectory, small_config
+from rspo_toys import make_trajectory, small_config, small_policy
 from torch import Tensor
+from transformers import TrainerCallback
 
+from rspo import RSPOTrainer
 from rspo.agent import Agent
 from rspo.batch import Batch
 from rspo.checkpoint import load_checkpoint, save_checkpoint
-from rspo.config import Config
+from rspo.config import Config, ConfigError
 from rspo.distributed import ALONE, ProcessRanks, Ranks, join, play_groups
 from rspo.engines import TransformersEngine
 from rspo.estimators import make_estimator
@@ -30,6 +33,7 @@ from rspo.runs import open_run
 from rspo.sharded_tensors import whole
 from rspo.sharding import load_policy
 from rspo.timing import PhaseTimer
+from rspo.tracking import Tracker
 from rspo.trajectory import REPLAY, Trajectory
 from rspo.update import prepare, update
 
@@ -214,6 +218,45 @@ def do_runs(start: Path, answer: dict[str, Any]) -> None:
     answer["done"] = True
 
 
+class Counter(TrainerCallback):
+    """Counts events."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, int] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self.seen["step"] = self.seen.get("step", 0) + 1
+
+    def on_log(self, args: Any, state: Any, control: Any, **details: Any) -> None:
+        self.seen["log"] = self.seen.get("log", 0) + 1
+
+
+def do_trainer(start: Path, answer: dict[str, Any]) -> None:
+    """RSPOTrainer, in a main process that is slow to open its records; then with models that differ."""
+    init = Tracker.__init__
+
+    def slowly(self: Tracker, *arguments: Any, **options: Any) -> None:
+        time.sleep(1.0)
+        init(self, *arguments, **options)
+
+    Tracker.__init__ = slowly  # type: ignore[method-assign]
+    for shard in ("none", "fsdp"):
+        counter = Counter()
+        config = small_config(f"policy.path={start / 'tied'}", f"parallel.shard={shard}", "method=grpo", *RUN_FLAGS)
+        trainer = RSPOTrainer(args=config, output_dir=start / f"hf-{shard}", callbacks=[counter], progress=False)
+        result = trainer.train()
+        metrics = {f"eval_{name}": value for name, value in trainer.evaluate().items()}
+        trainer.save_model(start / f"hf-{shard}" / "saved")
+        state = trainer.state
+        answer[shard] = (counter.seen, len(state.log_history), result.training_loss, metrics)
+        answer[f"main/{shard}"] = state.is_world_process_zero
+    other = small_policy(seed=dist.get_rank())
+    try:
+        RSPOTrainer(other, small_config(), output_dir=start / "hf-given", progress=False).train()
+    except ConfigError as error:
+        answer["given"] = str(error)
+
+
 def train(config: Config, folder: Path, resume: bool = False) -> None:
     trainer = open_run(config, folder, resume=resume, progress=False)
     trainer.train()
@@ -225,7 +268,7 @@ def main() -> None:
     work, folder = sys.argv[1], Path(sys.argv[2])
     assert join(small_config("parallel.processes=2")) is not ALONE
     answer: dict[str, Any] = {}
-    {"updates": do_updates, "rest": do_rest, "runs": do_runs}[work](folder, answer)
+    {"updates": do_updates, "rest": do_rest, "runs": do_runs, "trainer": do_trainer}[work](folder, answer)
     torch.save(answer, folder / f"{work}-{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

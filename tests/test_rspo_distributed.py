@@ -25,6 +25,7 @@ from rspo_processes import (
     weights_of,
 )
 from rspo_toys import make_trajectory, small_config, small_policy
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -189,6 +190,27 @@ def test_runs_are_resumed_to_the_same_end(start: Path) -> None:
     trainer.train()
     trainer.close()
     assert read_metrics(start / "run-fsdp", "update")[-1]["step"] == 3
+
+
+@pytest.mark.slow
+def test_trainers_of_all_processes_see_the_run_and_one_writes(start: Path) -> None:
+    first, second = run_work("trainer", start)
+    for shard in SHARDS:
+        assert first[shard] == second[shard], "callbacks and results"
+        seen, entries, _, _ = first[shard]
+        assert seen["step"] == 2
+        # `evaluate` logs once more, and is no record.
+        assert seen["log"] == entries + 1 == len(read_metrics(start / f"hf-{shard}")) + 1
+        assert first[f"main/{shard}"]
+        assert not second[f"main/{shard}"]
+        saved, kept = (
+            load_file(start / f"hf-{shard}" / place / "model.safetensors")
+            for place in ("saved", "checkpoints/step-000002")
+        )
+        assert saved.keys() == kept.keys()
+        assert all(torch.equal(value, kept[name]) for name, value in saved.items())
+    assert "different models to start from" in first["given"]
+    assert first["given"] == second["given"]
 
 
 @pytest.mark.slow

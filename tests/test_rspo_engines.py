@@ -25,6 +25,7 @@ from rspo.batch import Batch
 from rspo.cli import main
 from rspo.config import Config, ConfigError, default_config
 from rspo.config_io import apply_flags
+from rspo.distributed import Ranks
 from rspo.engines import EngineError, TransformersEngine, open_backend
 from rspo.engines.servers import SERVERS, Sampling, prompt_text
 from rspo.envs.household import VOCABULARY
@@ -433,11 +434,14 @@ def test_what_cannot_be_opened(serve: Callable[..., StandIn], monkeypatch: pytes
         open_backend(engine_config(server.url))
 
 
-def test_several_processes_cannot_share_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+def test_several_processes_and_sharded_weights_have_no_other_engine(tmp_path: Path) -> None:
+    two = Ranks()
+    two.size = 2
     for flags in (["engine.name=vllm"], ["engine.name=openai", "engine.url=http://localhost:1/v1"]):
         with pytest.raises(ConfigError, match="must be 'transformers' where 2 processes train together"):
-            open_backend(small_config(*flags), tmp_path)
+            open_backend(small_config(*flags), tmp_path, two)
+        with pytest.raises(ConfigError, match=r"must be 'transformers' with parallel\.shard='fsdp'"):
+            open_backend(small_config(*flags, "parallel.shard=fsdp"), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,33 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
         quiet(small_policy(), env="household").evaluate(split="tset")
 
 
+def test_a_given_model_is_the_base_that_its_adapters_find_again(start: Path, tmp_path: Path) -> None:
+    """Though it was changed since it was loaded, and the folder that it is from still stands."""
+    pytest.importorskip("peft")
+    model, words = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    trainer = quiet(model, parity("lora.rank=4"), processing_class=words, output_dir=tmp_path / "run")
+    trainer.train()
+    loaded = Policy.load(tmp_path / "run/checkpoints/step-000004", trainer.config.policy)
+    assert same(list(loaded.model.state_dict().values()), list(trainer.model.state_dict().values()))
+
+
+def test_a_given_model_obeys_the_settings_and_a_policy_sets_them(start: Path, tmp_path: Path) -> None:
+    model, words = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    with pytest.raises(ConfigError, match=r"policy\.chat='on', but the model's tokenizer has no chat template"):
+        quiet(model, parity("policy.chat=on"), processing_class=words, output_dir=tmp_path / "run")
+    for _ in range(2):
+        quiet(model, parity("policy.gradient_checkpointing=true"), processing_class=words, output_dir=tmp_path / "run")
+        forward = model.model.layers[0].forward
+        assert isinstance(forward, partial), "computed twice,"
+        assert not isinstance(forward.args[0], partial), "and not four times"
+    policy = Policy.load(start, apply_flags(Config(), ["policy.chat=off", "policy.fused=on"]).policy)
+    settings = quiet(policy, parity(), output_dir=tmp_path / "run").config.policy
+    assert (settings.chat, settings.fused) == ("off", "on"), "as a resumed run will load it"
+
+
 # Callbacks
 
 
