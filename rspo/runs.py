@@ -204,9 +204,10 @@ def _check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
     if resume:
         _check_resumable(config, folder)
     elif (folder / CONFIG_FILE).exists():
+        begun = bool(list_checkpoints(folder / "checkpoints"))
         raise ConfigError(
             f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
-            " (resume_from_checkpoint=True)"
+            " (resume_from_checkpoint=True)" + ("" if begun else "; it has no checkpoint yet, and can be deleted")
         )
     else:
         # Left by a start that broke off, of whatever settings.
