@@ -10,10 +10,11 @@ import pytest
 import torch
 from rspo_toys import make_trajectory, small_config, small_policy
 
-from rspo import cli
 from rspo.agent import Agent
 from rspo.batch import Batch
 from rspo.cli import main
+from rspo.cli.parser import make_parser
+from rspo.cli.settings import settings_of
 from rspo.config import METHODS, Config, ConfigError, default_config, paper_config
 from rspo.config_io import apply_flags, load_config, preset
 from rspo.runs import open_run
@@ -93,7 +94,7 @@ def test_methods_through_the_command_line(start: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [["--base", "ppo"], ["--set", "base=ppo"], ["--method", "grpo", "--set", "method=ppo"]])
 def test_the_preset_is_the_methods_however_it_is_named(how: list[str]) -> None:
-    config = cli._settings(cli._parser().parse_args(["train", *how]))
+    config = settings_of(make_parser().parse_args(["train", *how]))
     assert (config.rollout.tasks, config.rollout.group_size) == (128, 1)
 
 

@@ -1,0 +1,42 @@
+"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`.
+
+`parser` says what each takes, `commands` does it, `settings` makes a configuration of flags.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from transformers.utils import logging as transformers_logging
+
+from ..config import ConfigError
+from ..engines import EngineError
+from ..envs.base import WorkerError
+from ..interruption import Interrupted, interruptible
+from ..rewards import NonFiniteError
+from .parser import make_parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; its exit status: 0, or 2 for a wrong setting or what cannot be read or written, 1 for a run that
+    failed, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
+    parsed = make_parser().parse_args(arguments)
+    # Class paths of one's own are found where the command is given; last, so that nothing installed is shadowed.
+    sys.path.append(os.getcwd())
+    # Loading a tiny model many times would draw its own bars over the run's.
+    transformers_logging.disable_progress_bar()
+    try:
+        with interruptible():
+            parsed.command(parsed)
+    except (ConfigError, OSError) as error:
+        print(f"rspo: error: {error}", file=sys.stderr)
+        return 2
+    except (NonFiniteError, WorkerError, EngineError) as error:
+        print(f"rspo: training stopped: {error}", file=sys.stderr)
+        return 1
+    except Interrupted as stop:
+        print(f"\nrspo: {stop}", file=sys.stderr)
+        return stop.exit_status
+    return 0

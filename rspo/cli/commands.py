@@ -1,0 +1,198 @@
+"""What each command does, of the arguments that `parser` has read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
+from ..config import Config, ConfigError
+from ..config_io import load_config
+from ..distributed import leave
+from ..dry_run import dry_run
+from ..engines import LOCAL, EngineError, expert_of, open_backend
+from ..envs.base import WorkerError
+from ..evaluate import evaluate
+from ..interruption import Interrupted
+from ..models import Policy
+from ..play import Game, choose_task, play_game
+from ..reward_model import SETTINGS_FILE
+from ..reward_training import train_reward_model
+from ..runs import (
+    CONFIG_FILE,
+    build_env,
+    check_split,
+    default_folder,
+    how_to_go_on,
+    latest_checkpoint,
+    open_run,
+    set_threads,
+    trained_policy,
+)
+from ..storage import StorageError, new_folder, writing
+from ..summary import summary_table
+from ..warmup import fresh_policy
+from .settings import settings_of
+
+
+def run_train(parsed: argparse.Namespace) -> None:
+    """Train, or with `--dry-run` say what that needs."""
+    if parsed.resume and parsed.out is None:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    stored = parsed.out / CONFIG_FILE if parsed.out is not None else None
+    if parsed.resume and stored is not None and not stored.is_file():
+        raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
+    config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
+    if parsed.dry_run:
+        print(dry_run(config))
+        return
+    folder = parsed.out or default_folder(config)
+    try:
+        trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
+    except Interrupted as stop:
+        raise Interrupted(stop.signal_number, how_to_go_on(folder)) from None
+    except StorageError as error:
+        raise StorageError(f"{error}; once it can be, {how_to_go_on(folder)}") from error
+    except (WorkerError, EngineError) as error:
+        raise type(error)(f"{error}; {how_to_go_on(folder)}") from error
+
+    leave()
+    if not trainer.ranks.is_main:
+        return
+
+    from ..plotting import plot_runs
+
+    picture = folder / "learning_curve.png"
+    with writing(picture):
+        plot_runs([folder], picture)
+    print(f"{summary_table([folder])}\n\nrun folder: {folder}")
+
+
+def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
+    """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
+    if not parsed.path.is_dir():
+        raise ConfigError(f"{parsed.path} is not a folder")
+    is_run = (parsed.path / CONFIG_FILE).is_file()
+    # A checkpoint lies two folders below the settings it was made with.
+    stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
+    config = settings_of(parsed, load_config(stored) if stored.is_file() else None)
+    return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def run_export(parsed: argparse.Namespace) -> None:
+    """Write a trained model as a whole one."""
+    model, config = _trained_model(parsed)
+    if parsed.out.exists():
+        raise ConfigError(f"{parsed.out} exists; choose another --out")
+    policy = Policy.load(model, config.policy)
+    with new_folder(parsed.out) as folder:
+        policy.save_whole(folder)
+    print(f"{parsed.out}: the model of {model}")
+
+
+def run_eval(parsed: argparse.Namespace) -> None:
+    """Measure a trained model."""
+    model, config = _trained_model(parsed)
+    set_threads(config)
+    policy = Policy.load(model, config.policy)
+    with closing(open_backend(config)) as backend, closing(build_env(config)) as env:
+        check_split(env, config)
+        evaluation = evaluate(policy, env, config, progress=True, backend=backend)
+    print(json.dumps(evaluation.to_json()) if parsed.json else evaluation.table())
+
+
+def run_collect(parsed: argparse.Namespace) -> None:
+    """Write trajectories to a file."""
+    stored = parsed.run / CONFIG_FILE if parsed.run is not None else None
+    if stored is not None and not stored.is_file():
+        raise ConfigError(f"--run: {parsed.run} holds no run ({CONFIG_FILE} is missing)")
+    if parsed.trajectories < 1:
+        raise ConfigError(f"--trajectories must be >= 1, got {parsed.trajectories}")
+    if parsed.expert is not None and not 0 <= parsed.expert <= 1:
+        raise ConfigError(f"--expert must be a probability in [0, 1], got {parsed.expert}")
+    config = settings_of(parsed, load_config(stored) if stored is not None else None)
+    set_threads(config)
+    backend = LOCAL if parsed.expert is not None else open_backend(config)
+    with closing(backend), closing(build_env(config)) as env:
+        if parsed.run is not None:
+            policy = trained_policy(parsed.run, config)
+        elif config.policy.path is not None:
+            policy = Policy.load(config.policy.path, config.policy)
+        else:
+            expert_of(env, NO_EXPERT)
+            policy = fresh_policy(env, config)
+        try:
+            summary = collect(
+                env,
+                policy,
+                config,
+                parsed.out,
+                parsed.trajectories,
+                expert_rate=parsed.expert,
+                resume=parsed.resume,
+                progress=not parsed.quiet,
+                backend=backend,
+            )
+        except Interrupted as stop:
+            raise Interrupted(stop.signal_number, f"--resume goes on after what {parsed.out} holds") from None
+    print(f"{parsed.out / TRAJECTORIES_FILE}: {_listed(summary)}")
+
+
+def run_reward_model(parsed: argparse.Namespace) -> None:
+    """Train a process reward model."""
+    if parsed.preset is None:
+        parsed.preset = "default" if parsed.model is None else "paper"
+    config = settings_of(parsed)
+    set_threads(config)
+    folder = parsed.out or Path("runs") / f"reward-model-seed{config.run.seed}"
+    if (folder / SETTINGS_FILE).exists():
+        raise ConfigError(f"{folder} already holds a reward model; choose another --out")
+    trajectories = load_trajectories(parsed.data)
+    measured = train_reward_model(trajectories, config, folder, path=parsed.model, progress=not parsed.quiet)
+    if measured:
+        print(f"on held-out trajectories: {_listed(measured)}")
+    print(f"use it: rspo train --dense-reward model:{folder}")
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:g}" if name == "trajectories" else f"{name} {value:.4f}" for name, value in values.items()
+    )
+
+
+def run_plot(parsed: argparse.Namespace) -> None:
+    """Draw learning curves."""
+    from ..plotting import plot_runs
+
+    try:
+        out = parsed.out or parsed.runs[0] / "learning_curve.png"
+        written = plot_runs(parsed.runs, out, parsed.labels, parsed.panels)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(written)
+
+
+def run_play(parsed: argparse.Namespace) -> None:
+    """Let the user act, or the expert."""
+    config = settings_of(parsed)
+    with closing(build_env(config)) as env:
+        number, task, count = choose_task(env, parsed.split, parsed.task, config.run.seed)
+        game = Game(env, task, config.run.seed, config.env.history_length)
+        if not parsed.json:
+            print(f"{config.env.name}: task {number} of {count} (split {parsed.split!r}), seed {config.run.seed}")
+        play_game(game, expert=parsed.expert, as_json=parsed.json)
+
+
+def run_summary(parsed: argparse.Namespace) -> None:
+    """Print a table of runs."""
+    try:
+        print(summary_table(parsed.runs, parsed.labels))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,41 @@
+"""The configuration that a command's flags describe."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from ..config import Config
+from ..config_io import apply_flags, load_config, method_names, preset, preset_name
+
+
+def settings_of(parsed: argparse.Namespace, base: Config | None = None) -> Config:
+    """The configuration that the flags describe, laid over `base` instead of a preset where given."""
+    method = getattr(parsed, "method", None)
+    if base is None or parsed.preset is not None:
+        named = method_names(parsed.config) if parsed.config else {}
+        chosen = {"method": method, "base": getattr(parsed, "base", None)}
+        chosen |= {name: value for name, _, value in (flag.partition("=") for flag in parsed.set) if name in chosen}
+        named |= {name: value for name, value in chosen.items() if value is not None}
+        stated = preset_name(parsed.config) if parsed.config else "default"
+        base = preset(parsed.preset or stated, **named)
+    config = load_config(parsed.config, base) if parsed.config else base
+    flags = {
+        "method": method,
+        "base": getattr(parsed, "base", None),
+        "env.name": parsed.env,
+        "policy.path": getattr(parsed, "policy", None),
+        "rewards.dense": getattr(parsed, "dense_reward", None),
+        "reward_model.epochs": getattr(parsed, "epochs", None),
+        "reward_model.batch_size": getattr(parsed, "batch_size", None),
+        "reward_model.learning_rate": getattr(parsed, "learning_rate", None),
+        "run.seed": parsed.seed,
+        "run.steps": getattr(parsed, "steps", None),
+        "run.save_every": getattr(parsed, "save_every", None),
+        "run.keep": getattr(parsed, "keep", None),
+        "evaluation.episodes": getattr(parsed, "episodes", None),
+        "evaluation.temperatures": getattr(parsed, "temperature", None),
+        "evaluation.split": getattr(parsed, "split", None),
+    }
+    given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    return apply_flags(config, [*given, *parsed.set])
