@@ -4,65 +4,55 @@ written or downloaded."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
+from dataclasses import dataclass, replace
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
-from .config import Config, ConfigError
+from .config import Config
+from .engines import expert_of
 from .envs import BatchedEnv, find_factory
 from .estimators import make_estimator
 from .memory import USABLE, MemorySetup
-from .model_checks import check_attention_device
 from .model_shapes import ModelShape, dense_shape, local_shape, published_shape
 from .policy_module import LARGE_VOCABULARY
+from .readiness import Findings, check_machine, check_model_folder, check_small_model
 from .reporters import find_reporters
 from .rewards import training_rewards
-from .runs import build_env, check_split
+from .runs import START, build_env, check_split
 from .small_models import SPECIAL
+from .warmup import NO_START
 from .workload import Workload
 
 GB = 10**9
 USUAL_DEVICES = (80 * GB, 141 * GB)
 """Memory of devices that an estimate is held against where none is here."""
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Report:
+    """What a dry run says, to be read; problems: how many things would stop the run here."""
+
+    text: str
+    problems: int
 
 
-@dataclass
-class Findings:
-    """What would stop the run on this machine."""
-
-    problems: list[str] = field(default_factory=list)
-
-    def attempt(self, work: Callable[[], T]) -> T | None:
-        """What `work` gives; None, and a problem more, where it raises ConfigError."""
-        try:
-            return work()
-        except ConfigError as error:
-            self.problems.append(str(error))
-            return None
-
-
-def dry_run(config: Config) -> str:
-    """What a run with this configuration needs and does, as text to be read."""
+def dry_run(config: Config, folder: Path, resume: bool = False) -> Report:
+    """What a run with this configuration, in this folder, needs and does."""
     findings = Findings()
-    devices = _devices(config, findings)
-    _packages(config, findings)
-    environment, max_turns, vocabulary = _environment(config, findings)
+    check_machine(config, folder, resume, findings)
+    environment, max_turns, vocabulary = _environment(config, folder, resume, findings)
     name, shape = _model(config, vocabulary, findings)
     estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
     has_critic = estimator is not None and estimator.needs_critic
     findings.attempt(lambda: find_reporters(config.run.report_to))
     about = [
         f"{config.title} on {config.env.name}, {config.run.steps} updates of A, seed {config.run.seed}",
-        f"devices: {devices}",
+        f"devices: {_devices(config)}",
         f"model: {name}",
         f"environment: {environment}",
         *_launch(config),
@@ -73,11 +63,19 @@ def dry_run(config: Config) -> str:
         if shape is not None:
             parts.append(_memory(config, memory_setup(config, work, shape, has_critic), findings))
         parts.append(_batches(config, work))
-    if findings.problems:
-        parts.append("\n".join(["this would stop the run here:", *(f"  - {text}" for text in findings.problems)]))
-    else:
-        parts.append("nothing that would stop the run was found")
-    return "\n\n".join(parts)
+    return Report("\n\n".join([*parts, *_verdict(findings)]), len(findings.problems))
+
+
+def _verdict(findings: Findings) -> list[str]:
+    """What was found, and how much of it stops a run."""
+    parts = []
+    if findings.warnings:
+        parts.append("\n".join(["the run would warn:", *(f"  - {text}" for text in findings.warnings)]))
+    count = len(findings.problems)
+    if not count:
+        return [*parts, "nothing that would stop the run was found"]
+    parts.append("\n".join(["this would stop the run here:", *(f"  - {text}" for text in findings.problems)]))
+    return [*parts, f"{count} thing{'s' if count > 1 else ''} would stop the run here"]
 
 
 def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: bool) -> MemorySetup:
@@ -108,25 +106,14 @@ def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: 
     )
 
 
-def _devices(config: Config, findings: Findings) -> str:
-    device = config.policy.device
-    count = torch.cuda.device_count()
+def _devices(config: Config) -> str:
+    """What is asked for, and what is here."""
+    count, processes = torch.cuda.device_count(), config.parallel.processes or 1
     names = {torch.cuda.get_device_properties(i).name for i in range(count)}
     here = f"{count} CUDA devices ({', '.join(sorted(names))})" if count else "no CUDA device"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
-    findings.attempt(lambda: check_attention_device(config.policy))
-    processes = config.parallel.processes or 1
-    if device == "cuda" and count < processes and processes > 1:
-        findings.problems.append(
-            f"parallel.processes={processes} need a device each, and this machine has {count}: more machines, or fewer"
-            " processes"
-        )
     together = f", {processes} processes" if processes > 1 else ""
-    return f"asked for {device}{together}; here {here}, {cores} CPU cores"
+    return f"asked for {config.policy.device}{together}; here {here}, {cores} CPU cores"
 
 
 def _launch(config: Config) -> list[str]:
@@ -137,26 +124,7 @@ def _launch(config: Config) -> list[str]:
     return [f"start: accelerate launch --num_processes {processes or 'N'} -m rspo train ..."]
 
 
-def _packages(config: Config, findings: Findings) -> None:
-    """Packages that the settings ask for and that are not here."""
-    needed = {
-        "peft": ("lora", f"lora.rank={config.lora.rank}", config.lora.rank > 0),
-        "accelerate": (
-            "distributed",
-            "parallel",
-            (config.parallel.processes or 1) > 1 or config.parallel.shard != "none",
-        ),
-        "vllm": ("vllm", "engine.name='vllm'", config.engine.name == "vllm"),
-        "openai": ("openai", "engine.name='openai'", config.engine.name == "openai"),
-    }
-    findings.problems += [
-        f"{setting} needs the package {package}: pip install 'rspo[{extra}]'"
-        for package, (extra, setting, is_asked) in needed.items()
-        if is_asked and find_spec(package) is None
-    ]
-
-
-def _environment(config: Config, findings: Findings) -> tuple[str, int | None, int | None]:
+def _environment(config: Config, folder: Path, resume: bool, findings: Findings) -> tuple[str, int | None, int | None]:
     """In words; the turn limit, None where that is not known; and how many words it lists, where it does."""
     made = findings.attempt(lambda: build_env(replace(config, env=replace(config.env, workers=0))))
     has_dense_reward = made is None or made.has_dense_reward
@@ -165,6 +133,8 @@ def _environment(config: Config, findings: Findings) -> tuple[str, int | None, i
         return f"{config.env.name}, which cannot be opened here", _stated_turns(config), None
     with closing(made) as env:
         findings.attempt(lambda: check_split(env, config))
+        if config.policy.path is None and not (resume and (folder / START).is_dir()):
+            findings.attempt(lambda: expert_of(env, NO_START))
         words = env.vocabulary()
         text = f"{config.env.name}, {_tasks(env, 'train')} training tasks, {_tasks(env, config.evaluation.split)} of"
         text += f" split {config.evaluation.split!r}, at most {env.max_turns} turns"
@@ -195,8 +165,11 @@ def _model(config: Config, vocabulary: int | None, findings: Findings) -> tuple[
     if path is None:
         shape: ModelShape | None = _small_shape(config, vocabulary)
         name = "a small one, made and warmed up before training"
+        check_small_model(config, findings)
     elif Path(path).is_dir():
         shape, name = findings.attempt(lambda: local_shape(Path(path))), f"{path}, a local folder"
+        if shape is not None:
+            check_model_folder(Path(path), config, findings)
     else:
         shape, name = published_shape(path), f"{path}, not on this machine, its shape as published"
         if not config.policy.allow_download:

@@ -66,7 +66,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     require_peft(f"lora.rank={settings.rank}")
     from peft import LoraConfig, inject_adapter_in_model
 
-    _check_targets(model, settings)
+    check_targets(model, settings)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.scale_numerator,
@@ -81,8 +81,11 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, seed: int) -> N
     _finish(model)
 
 
-def _check_targets(model: PreTrainedModel, settings: AdapterConfig) -> None:
-    """The head stays as it is: it may be the embedding too, and losses are computed from its plain weight."""
+def check_targets(model: PreTrainedModel, settings: AdapterConfig) -> None:
+    """Raises ConfigError for targets that the model does not have.
+
+    The head stays as it is: it may be the embedding too, and losses are computed from its plain weight.
+    """
     head = model.get_output_embeddings()
     linear = [
         name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -63,21 +64,32 @@ def check_run(policy: Policy, config: Config) -> None:
     positions may not suffice, or where RSPO's settings leave nothing to replay."""
     if config.without_replay:
         warnings.warn(config.without_replay, stacklevel=2)
-    if config.policy.attention == FLASH and config.policy.dtype == "float32":
-        raise ConfigError(f"policy.attention={FLASH!r} needs policy.dtype 'bfloat16' or 'float16', got 'float32'")
-    if not policy.eos_token_ids:
-        raise ConfigError(
-            f"nothing would end a response: neither the tokenizer at {config.policy.path!r} nor the model's generation"
-            " config has an end-of-sequence token; set eos_token in tokenizer_config.json"
-        )
-    _check_positions(policy, config)
+    check_attention_dtype(config.policy)
+    check_ends(policy.eos_token_ids, config)
+    check_positions(policy.model.config, config)
     if policy.packs:
         _check_packing(policy)
 
 
-def _check_positions(policy: Policy, config: Config) -> None:
-    """A table of positions ends in an error; rotary ones go on into what the model has never seen."""
-    text = policy.model.config.get_text_config()
+def check_attention_dtype(config: PolicyConfig) -> None:
+    """Raises ConfigError where flash attention is asked for in a dtype that it does not know."""
+    if config.attention == FLASH and config.dtype == "float32":
+        raise ConfigError(f"policy.attention={FLASH!r} needs policy.dtype 'bfloat16' or 'float16', got 'float32'")
+
+
+def check_ends(eos_token_ids: Sequence[int], config: Config) -> None:
+    """Raises ConfigError where no token ends a response."""
+    if not eos_token_ids:
+        raise ConfigError(
+            f"nothing would end a response: neither the tokenizer at {config.policy.path!r} nor the model's generation"
+            " config has an end-of-sequence token; set eos_token in tokenizer_config.json"
+        )
+
+
+def check_positions(model_config: PretrainedConfig, config: Config) -> None:
+    """Raises ConfigError, or warns, where prompt and response may be longer than a model of this configuration reads: a
+    table of positions ends in an error, rotary ones go on into what the model has never seen."""
+    text = model_config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     needed = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     if limit is None or needed <= limit:

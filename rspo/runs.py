@@ -37,6 +37,8 @@ from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
+START = "start"
+"""Under which a run's folder keeps the start policy, where `policy.path` does not name it."""
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
@@ -107,7 +109,7 @@ def start_policy(
     if config.policy.path is not None:
         require_whole_model(config.policy.path, "policy.path")
         return given or load_policy(config.policy.path, config)
-    cached = folder / "start"
+    cached = folder / START
 
     def make() -> None:
         if not cached.is_dir():
@@ -166,7 +168,7 @@ def open_run(
     """
     ranks = join(config)
     as_given, config = config, placed(config, ranks)
-    ranks.from_main(lambda: _check_folder(as_given, folder, resume))
+    ranks.from_main(lambda: _take_folder(as_given, folder, resume))
     set_threads(config)
     _check_device(config)
     env = env or build_env(config)
@@ -184,10 +186,7 @@ def open_run(
         check_run(start, config)
     checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
     state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
-    if state["step"] > config.run.steps:
-        raise ConfigError(
-            f"run.steps must be at least the {state['step']} updates already made, got {config.run.steps}"
-        )
+    check_length(config, state["step"])
     if checkpoint:  # as their records are
         ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
     policy, reference = policy_and_reference(start, config)
@@ -200,7 +199,8 @@ def open_run(
     return trainer
 
 
-def _check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
+def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
+    """Raises ConfigError where a new run's folder holds one already, or a resumed one is not that of `config`."""
     if resume:
         _check_resumable(config, folder)
     elif (folder / CONFIG_FILE).exists():
@@ -209,14 +209,23 @@ def _check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
             f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
             " (resume_from_checkpoint=True)" + ("" if begun else "; it has no checkpoint yet, and can be deleted")
         )
-    else:
-        # Left by a start that broke off, of whatever settings.
-        shutil.rmtree(folder / "start", ignore_errors=True)
+
+
+def _take_folder(config: Config, folder: Path, resume: bool | Path) -> None:
+    check_folder(config, folder, resume)
+    if not resume:  # left by a start that broke off, of whatever settings
+        shutil.rmtree(folder / START, ignore_errors=True)
+
+
+def check_length(config: Config, done: int) -> None:
+    """Raises ConfigError where a resumed run has made more updates already than it is to have in all."""
+    if done > config.run.steps:
+        raise ConfigError(f"run.steps must be at least the {done} updates already made, got {config.run.steps}")
 
 
 def _prepare(folder: Path) -> None:
     prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, "start"):
+    for leftovers in (CONFIG_FILE, START):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
 

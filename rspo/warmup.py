@@ -25,6 +25,8 @@ from .small_models import piece_tokenizer, small_policy, word_tokenizer
 from .trajectory import Trajectory
 
 BISECTIONS = 8
+NO_START = "to start from another policy, set policy.path to a model folder"
+"""What else can be done in an environment without an expert."""
 TEXTS = 256
 """Demonstrations that a tokenizer is learned from."""
 BELOW, INSIDE, ABOVE = -1, 0, 1
@@ -141,7 +143,7 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int |
     """`count` (or `warmup.trajectories`) episodes on training tasks in which a step is the expert's with probability
     `warmup.expert_rate`. Raises ConfigError for an environment without an expert."""
     settings = config.warmup
-    expert = expert_of(env, "to start from another policy, set policy.path to a model folder")
+    expert = expert_of(env, NO_START)
     count = settings.trajectories if count is None else count
     rng = named_generator(config.run.seed, "demonstrations")
     tasks = env.tasks("train")

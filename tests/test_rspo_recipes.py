@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,13 +19,14 @@ from rspo_toys import small_policy
 
 from rspo.cli import main
 from rspo.config import ConfigError, default_config, paper_config
-from rspo.config_io import flat_settings, load_config
+from rspo.config_io import apply_flags, flat_settings, load_config, save_config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 PAPER = sorted((RECIPES / "paper").glob("*.yaml"))
 SMALL = [RECIPES / "alfworld-small.yaml", RECIPES / "webshop-small.yaml"]
 PROCESSES = {("webshop", "1.5b"): 2, ("webshop", "7b"): 8, ("alfworld", "1.5b"): 8, ("alfworld", "7b"): 16}
 """GPUs of the paper (appendix A.2), which trained PPO with 1.5B on WebShop on 4."""
+SERVER, VLLM = "engine={name: openai, url: 'http://localhost:1/v1'}", "engine.name=vllm"
 WEIGHTS = {"1.5b": 1_543_714_304, "7b": 7_615_616_512}
 
 
@@ -89,10 +93,33 @@ def nothing_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+STOPS = "this would stop the run here:\n"
+
+
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """What a dry run prints; it must succeed."""
-    assert main(["train", "--dry-run", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
+    """What a dry run prints, whose last line and exit status agree with what it lists."""
+    status = main(["train", "--dry-run", *map(str, arguments)])
+    text = capsys.readouterr().out
+    count = len(problems(text))
+    if count:
+        assert text.endswith(f"\n\n{count} thing{'s' if count > 1 else ''} would stop the run here\n")
+    else:
+        assert text.endswith("\n\nnothing that would stop the run was found\n")
+    assert status == (1 if count else 0)
+    return text
+
+
+def problems(text: str) -> list[str]:
+    """What a dry run lists as stopping the run."""
+    return re.findall(r"^  - (.*)$", text.partition(STOPS)[2], re.MULTILINE)
+
+
+def stops(text: str, *beginnings: str) -> None:
+    """These, and no others, in this order."""
+    found = problems(text)
+    assert len(found) == len(beginnings), found
+    for problem, beginning in zip(found, beginnings, strict=True):
+        assert beginning in problem
 
 
 # The recipes
@@ -150,9 +177,16 @@ def test_a_dry_run_of_each_paper_recipe(recipe: Path, nothing_here: Path, capsys
     assert f"asked for cuda, {processes} processes; here" in text
     assert f"--num_processes {processes} " in recipe.read_text(encoding="utf-8")
     assert f"start: accelerate launch --num_processes {processes} -m rspo train" in text
-    if not torch.cuda.is_available():
-        assert "policy.device='cuda' cannot be used" in text
-        assert f"parallel.processes={processes} need a device each, and this machine has 0" in text
+    if not torch.cuda.is_available() and importlib.util.find_spec("flash_attn") is None:
+        expected = [
+            "policy.device='cuda' cannot be used",
+            "policy.attention='flash_attention_2' needs the package flash-attn",
+            f"parallel.processes={processes} need a device each, and this machine has 0",
+            f"env.name={env!r}",
+            *([f"rewards.dense='model:runs/reward-model-{env}'"] if swaps else []),
+            f"policy.path={config.policy.path!r} is not a folder",
+        ]
+        stops(text, *expected)
     assert list(nothing_here.iterdir()) == [], "nothing is written"
 
 
@@ -162,6 +196,7 @@ def test_a_dry_run_of_the_small_recipes(recipe: Path, nothing_here: Path, capsys
     assert "a small one, made and warmed up before training" in text
     assert "sampled for 3 updates of A: 448 trajectories, 192 by grpo alone" in text
     assert "which cannot be opened here" in text
+    stops(text, "env.name=")
     assert list(nothing_here.iterdir()) == []
 
 
@@ -170,8 +205,9 @@ def test_as_a_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rspo", "train", "--config", str(recipe), "--dry-run"]
     root = str(RECIPES.parent)
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"PYTHONPATH": root, "PATH": ""})
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("RSPO+GiGPO on webshop, 150 updates of A, seed 0")
+    assert done.stdout.endswith("would stop the run here\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -216,15 +252,63 @@ def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.Captu
         (["env.options={max_turn: 5}"], "unknown option 'max_turn'; the environment takes max_turns"),
         (["policy.device=meteor"], "policy.device='meteor' cannot be used"),
         (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
+        (["policy.attention=flash_attention_2"], "needs policy.dtype 'bfloat16' or 'float16', got 'float32'"),
+        (["policy.device=cuda:1", "parallel.processes=2"], "policy.device='cuda:1' is one device, but parallel.proces"),
+        ([SERVER, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
+        ([VLLM, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
+        ([VLLM, "parallel.shard=fsdp"], "engine.name must be 'transformers' with parallel.shard='fsdp'"),
+        ([VLLM, "engine.tensor_parallel=99"], "engine.tensor_parallel=99 needs as many GPUs with engine.name='vllm'"),
+        ([SERVER], "engine.push_weights must be 'vllm' or 'sglang' for training with engine.name='openai'"),
+        ([SERVER, "engine.api_key_env=NOT_THERE"], "engine.api_key_env='NOT_THERE': that environment variable is not"),
+        (["env.name=rspo_toys:ParityEnv"], "ParityEnv has no scripted expert; to start from another policy"),
+        (["lora.rank=2", "lora.targets=nose"], "lora.targets must be 'all-linear' or name linear layers of the model"),
     ],
 )
 def test_what_would_stop_the_run_is_a_line(
     flags: list[str], problem: str, nothing_here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = dry_run(capsys, *(part for flag in flags for part in ("--set", flag)))
-    _, found, lines = text.partition("this would stop the run here:\n")
-    assert found
-    assert problem in lines
+    assert any(problem in line for line in problems(text)), problems(text)
+
+
+def test_a_folder_that_the_run_cannot_have_is_a_line(
+    start: Path, nothing_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--policy", start, "--out", "run")
+    stops(dry_run(capsys, *out))
+    (nothing_here / "run" / "checkpoints" / "step-000009").mkdir(parents=True)
+    save_config(apply_flags(default_config(), [f"policy.path={start}"]), nothing_here / "run" / "config.yaml")
+    stops(dry_run(capsys, *out), "run already holds a run; choose another --out")
+    stops(dry_run(capsys, *out, "--resume"))
+    stops(dry_run(capsys, *out, "--resume", "--seed", "1"), "run.seed of the run in run is 0 and cannot change")
+    stops(dry_run(capsys, *out, "--resume", "--steps", "8"), "run.steps must be at least the 9 updates already made")
+    stops(dry_run(capsys, "--policy", start, "--out", start / "config.json" / "run"), "is no folder that one may write")
+
+
+def test_what_a_local_model_cannot_do_is_a_line(
+    start: Path, nothing_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nothing_here / "model"
+    shutil.copytree(start, model)
+    flags = ("--policy", "model", "--set", "policy.chat=on", "--set", "lora={rank: 2, targets: [nose]}")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings.pop("eos_token")
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(values | {"eos_token_id": None}))
+    (model / "model.safetensors").unlink()
+    text = dry_run(capsys, *flags, "--set", "rollout.max_prompt_tokens=200")
+    stops(
+        text, "'model' holds no weights", "has no chat template", "nothing would end a response", "lora.targets must be"
+    )
+    warned = text.partition("the run would warn:\n")[2].partition("\n\n")[0]
+    assert warned == (
+        "  - rollout.max_prompt_tokens=200 and rollout.max_response_tokens=2 allow 202 tokens, the model has 128"
+        " positions"
+    )
+    (model / "adapter_config.json").write_text("{}")
+    assert "policy.path must be a whole model, got the LoRA adapter 'model'" in dry_run(capsys, "--policy", "model")
 
 
 def test_a_replay_of_nothing_is_said(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,7 +370,7 @@ def test_choices_of_memory_are_seen(nothing_here: Path, capsys: pytest.CaptureFi
     assert memory(adapter, "agent B") < 2 < memory(adapter, "float32 masters")
     shared = dry_run(capsys, "--config", recipe)
     assert memory(shared, "agent B") == pytest.approx(16 * 7.6156 / 8, abs=0.1)
-    served = dry_run(capsys, *alone, "--set", "engine={name: openai, url: 'http://localhost:1/v1'}")
+    served = dry_run(capsys, *alone, "--set", SERVER)
     assert memory(served, "generation") == 0
 
 

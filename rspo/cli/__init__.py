@@ -21,7 +21,7 @@ from .parser import make_parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, or 2 for a wrong setting or what cannot be read or written, 1 for a run that
-    failed, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
+    failed or a dry run that found what would stop it, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
     parsed = make_parser().parse_args(arguments)
     # Class paths of one's own are found where the command is given; last, so that nothing installed is shadowed.
     sys.path.append(os.getcwd())
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers_logging.disable_progress_bar()
     try:
         with interruptible():
-            parsed.command(parsed)
+            return parsed.command(parsed) or 0
     except (ConfigError, OSError) as error:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
@@ -39,4 +39,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as stop:
         print(f"\nrspo: {stop}", file=sys.stderr)
         return stop.exit_status
-    return 0

@@ -38,18 +38,19 @@ from ..warmup import fresh_policy
 from .settings import settings_of
 
 
-def run_train(parsed: argparse.Namespace) -> None:
-    """Train, or with `--dry-run` say what that needs."""
+def run_train(parsed: argparse.Namespace) -> int:
+    """Train, or with `--dry-run` say what that needs. Returns 1 where something here would stop the run."""
     if parsed.resume and parsed.out is None:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     stored = parsed.out / CONFIG_FILE if parsed.out is not None else None
     if parsed.resume and stored is not None and not stored.is_file():
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
-    if parsed.dry_run:
-        print(dry_run(config))
-        return
     folder = parsed.out or default_folder(config)
+    if parsed.dry_run:
+        report = dry_run(config, folder, resume=parsed.resume)
+        print(report.text)
+        return 1 if report.problems else 0
     try:
         trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
         try:
@@ -65,7 +66,7 @@ def run_train(parsed: argparse.Namespace) -> None:
 
     leave()
     if not trainer.ranks.is_main:
-        return
+        return 0
 
     from ..plotting import plot_runs
 
@@ -73,6 +74,7 @@ def run_train(parsed: argparse.Namespace) -> None:
     with writing(picture):
         plot_runs([folder], picture)
     print(f"{summary_table([folder])}\n\nrun folder: {folder}")
+    return 0
 
 
 def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
