@@ -94,7 +94,8 @@ def group_runs(runs: Sequence[RunData], labels: Sequence[str] | None = None) -> 
 
     labels: one for each run instead; runs with equal labels are a group.
 
-    A label is the method, followed by those settings in which the given runs of that method differ.
+    A label is the method, followed by those settings, by their full names, in which the given runs of that method
+    differ.
     """
     groups: defaultdict[Any, list[RunData]] = defaultdict(list)
     if labels is not None:
@@ -127,9 +128,7 @@ def _label(members: Sequence[RunData], groups: Sequence[Sequence[RunData]]) -> s
     names = [name for name in first.settings if len({repr(run.settings.get(name)) for run in others}) > 1]
     if len(names) > MOST_NAMED:
         return f"{first.title} ({first.folder.name})"
-    short = [name.rpartition(".")[2] for name in names]
-    shown = [last if short.count(last) == 1 else name for name, last in zip(names, short, strict=True)]
-    parts = [f"{name}={_value(first.settings[full])}" for name, full in zip(shown, names, strict=True)]
+    parts = [f"{name}={_value(first.settings[name])}" for name in names]
     same = [run for run in others if run.settings == first.settings]
     if len(same) > 1:
         parts.append(f"from {first.start or 'its own start'}")

@@ -54,15 +54,26 @@ def test_runs_that_differ_in_the_seed_are_a_group_and_labels_name_what_differs(t
     }
     found = {group.label: [run.folder.name for run in group.runs] for group in group_runs(list(runs.values()))}
     assert found == {
-        "RSPO+GRPO, alpha=0.125, center_cap=1": ["first", "other seed"],
-        "RSPO+GRPO, alpha=0.25, center_cap=1": ["alpha"],
-        "RSPO+GRPO, alpha=0.25, center_cap=none": ["alpha, cap"],
+        "RSPO+GRPO, swap.alpha=0.125, loss.center_cap=1": ["first", "other seed"],
+        "RSPO+GRPO, swap.alpha=0.25, loss.center_cap=1": ["alpha"],
+        "RSPO+GRPO, swap.alpha=0.25, loss.center_cap=none": ["alpha, cap"],
         "GRPO": ["baseline", "baseline, seed"],  # no replay, so that alpha makes no difference
     }
     (alone,) = group_runs([runs["first"], runs["other seed"]])
     assert alone.label == "RSPO+GRPO"
     labelled = group_runs(list(runs.values()), list("xyxyzz"))
     assert {group.label: len(group.runs) for group in labelled} == {"x": 2, "y": 2, "z": 2}
+
+
+def test_labels_name_settings_as_they_are_set(tmp_path: Path) -> None:
+    """By their section too: a rank or an alpha alone says not of what."""
+    flags = {"a": [], "b": ["lora.rank=8"], "c": ["lora.rank=8", "lora.alpha=4", "swap.alpha=0.25"]}
+    runs = [RunData.read(write_run(tmp_path / name, apply_flags(Config(), f), [])) for name, f in flags.items()]
+    assert [group.label for group in group_runs(runs)] == [
+        "RSPO+GRPO, lora.rank=0, lora.alpha=none, swap.alpha=0.125",
+        "RSPO+GRPO, lora.rank=8, lora.alpha=none, swap.alpha=0.125",
+        "RSPO+GRPO, lora.rank=8, lora.alpha=4, swap.alpha=0.25",
+    ]
 
 
 def test_start_policies_are_told_apart_only_where_a_seed_has_two(tmp_path: Path) -> None:
