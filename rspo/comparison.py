@@ -18,13 +18,15 @@ from .tracking import read_metrics
 IGNORED = (
     "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "run.report_online",
     "evaluation.transcripts",
-    "policy.device", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
+    "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
     "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
     "env.worker_timeout", "parallel.processes", "parallel.shard", "engine.url", "engine.model", "engine.api_key_env",
     "engine.timeout", "engine.retries", "engine.concurrency", "engine.push_weights", "engine.push_folder",
     "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",
 )  # fmt: skip
 """Settings of how a run is made and kept, not of what it learns."""
+EQUAL = {"swap.copy": {"offload": "device"}}
+"""Values of settings that train the same as another one, which stands for them."""
 START = "policy.path"
 MOST_NAMED = 3
 """Settings that a label names; where more differ, it names the folder instead."""
@@ -60,7 +62,7 @@ class RunData:
         if start is not None:
             start = re.sub(rf"(?<!\d){seed}(?!\d)", "*", str(start))
         kept = {
-            name: value
+            name: EQUAL[name].get(value, value) if name in EQUAL else value
             for name, value in settings.items()
             if name not in IGNORED and (config.method == "rspo" or not name.startswith("swap."))
         }
@@ -127,7 +129,8 @@ def _label(members: Sequence[RunData], groups: Sequence[Sequence[RunData]]) -> s
     others = [group[0] for group in groups if group[0].title == first.title]
     names = [name for name in first.settings if len({repr(run.settings.get(name)) for run in others}) > 1]
     if len(names) > MOST_NAMED:
-        return f"{first.title} ({first.folder.name})"
+        namesakes = [run for run in others if run.folder.name == first.folder.name]
+        return f"{first.title} ({first.folder.name if len(namesakes) == 1 else first.folder})"
     parts = [f"{name}={_value(first.settings[name])}" for name in names]
     same = [run for run in others if run.settings == first.settings]
     if len(same) > 1:

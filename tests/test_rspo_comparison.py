@@ -44,7 +44,15 @@ def test_runs_that_differ_in_the_seed_are_a_group_and_labels_name_what_differs(t
             (
                 "other seed",
                 "rspo",
-                ["run.seed=200", "run.keep=9", "env.workers=2", "policy.path=starts/seed-200/start"],
+                [
+                    "run.seed=200",
+                    "run.keep=9",
+                    "env.workers=2",
+                    "policy.path=starts/seed-200/start",
+                    "policy.attention=eager",
+                    "policy.fused=on",
+                    "swap.copy=offload",
+                ],
             ),
             ("alpha", "rspo", ["swap.alpha=0.25"]),
             ("alpha, cap", "rspo", ["swap.alpha=0.25", "run.seed=7", "loss.center_cap=null"]),
@@ -103,6 +111,13 @@ def test_many_differences_are_named_by_the_folder(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "ours", Config(), []), write_run(tmp_path / "paper", paper_config(), [])]
     labels = [group.label for group in group_runs([RunData.read(folder) for folder in folders])]
     assert labels == ["RSPO+GRPO (ours)", "RSPO+GRPO (paper)"]
+    same = write_run(tmp_path / "elsewhere" / "paper", paper_config("rspo", "rloo"), [])
+    grpo = apply_flags(paper_config(), ["swap.k=4", "swap.alpha=0.5", "rollout.tasks=8", "run.steps=9"])
+    other = write_run(tmp_path / "elsewhere" / "ours", grpo, [])
+    labels = [group.label for group in group_runs([RunData.read(folder) for folder in [*folders, other, same]])]
+    assert labels == [
+        f"RSPO+GRPO ({folders[0]})", "RSPO+GRPO (paper)", f"RSPO+GRPO ({other})", "RSPO+RLOO"
+    ]  # fmt: skip
 
 
 # Pictures and tables
