@@ -18,8 +18,8 @@ from .tracking import read_metrics
 IGNORED = (
     "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "run.report_online",
     "evaluation.transcripts",
-    "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing", "policy.allow_download",
-    "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
+    "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
+    "policy.allow_download", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
     "env.worker_timeout", "parallel.processes", "parallel.shard", "engine.url", "engine.model", "engine.api_key_env",
     "engine.timeout", "engine.retries", "engine.concurrency", "engine.push_weights", "engine.push_folder",
     "engine.tensor_parallel", "engine.gpu_memory", "engine.sleep", "engine.mismatch_limit",

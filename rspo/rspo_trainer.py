@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -24,7 +25,7 @@ from .evaluate import evaluate
 from .model_card import model_card
 from .models import Policy
 from .rewards import RewardFunction, training_rewards
-from .runs import check_split, default_folder, fresh_start, open_run, set_threads
+from .runs import check_split, default_folder, fresh_start, nothing_trained, open_run, set_threads, startable_again
 from .storage import write_text
 from .tracking import read_metrics
 from .trainer import Trainer
@@ -75,8 +76,12 @@ class RSPOTrainer:
         self._start_name: str | None = name or None
         self.config, self.env = as_env(config, env)
         self._owns_env = self.env is not env
-        check_split(self.env, self.config)
-        training_rewards(self.config, self.env.has_dense_reward, np.random.default_rng(0), self._dense_reward)
+        with ExitStack() as on_failure:
+            if self._owns_env:
+                on_failure.callback(self.env.close)
+            check_split(self.env, self.config)
+            training_rewards(self.config, self.env.has_dense_reward, np.random.default_rng(0), self._dense_reward)
+            on_failure.pop_all()
         self.folder = Path(output_dir) if output_dir is not None else default_folder(self.config)
         self.progress = progress
         self._trainer: Trainer | None = None
@@ -117,14 +122,20 @@ class RSPOTrainer:
             dense_reward=self._dense_reward,
             observer=self._callbacks,
         )
+        start = self._start
         self._trainer, self._start, self._backend = trainer, None, trainer.backend
         self._show_callbacks(trainer.agent.policy)
         self._callbacks.subject["optimizer"] = trainer.agent.optimizer
         before = trainer.books.tracker.records
         try:
             self._callbacks.train_begin(trainer.books.step, read_metrics(self.folder))
-            trainer.train()
+            with startable_again(trainer, resume):
+                trainer.train()
             self._callbacks.train_end()
+        except ConfigError:
+            if not resume and nothing_trained(trainer):
+                self._trainer, self._start = None, start
+            raise
         finally:
             trainer.books.tracker.close()
         losses = [r["loss"] for r in read_metrics(self.folder)[before:] if r["kind"] == "update"]

@@ -6,7 +6,8 @@ A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy)
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -171,32 +172,60 @@ def open_run(
     ranks.from_main(lambda: _take_folder(as_given, folder, resume))
     set_threads(config)
     _check_device(config)
-    env = env or build_env(config)
-    check_split(env, config)
-    # What cannot be trained on is found out before the start policy is made.
-    estimator = make_estimator(config.estimator_name, config.estimator)
-    training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
-    reporters = find_reporters(config.run.report_to)
-    backend = open_backend(config, folder, ranks)
-    if config.lora.rank > 0:
-        require_peft(f"lora.rank={config.lora.rank}")
-    ranks.from_main(lambda: _prepare(folder))
-    start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
-    with start.whole():
-        check_run(start, config)
-    checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
-    state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
-    check_length(config, state["step"])
-    if checkpoint:  # as their records are
-        ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
-    policy, reference = policy_and_reference(start, config)
-    ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
-    tracker = _open_tracker(config, folder, state, progress, reporters, ranks)
-    agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
-    trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
-    if checkpoint:
-        trainer.load(checkpoint)
+    with ExitStack() as opened:  # what was opened by the time that something fails is closed
+        if env is None:
+            env = opened.enter_context(closing(build_env(config)))
+        check_split(env, config)
+        # What cannot be trained on is found out before the start policy is made.
+        estimator = make_estimator(config.estimator_name, config.estimator)
+        training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
+        reporters = find_reporters(config.run.report_to)
+        backend = opened.enter_context(closing(open_backend(config, folder, ranks)))
+        if config.lora.rank > 0:
+            require_peft(f"lora.rank={config.lora.rank}")
+        ranks.from_main(lambda: _prepare(folder))
+        start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
+        with start.whole():
+            check_run(start, config)
+        checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
+        state = checkpoint.state if checkpoint else {"step": 0, "records": 0}
+        check_length(config, state["step"])
+        if checkpoint:  # as their records are
+            ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
+        policy, reference = policy_and_reference(start, config)
+        if not resume and ranks.is_main:
+            opened.callback(_forget, folder)
+        ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
+        tracker = opened.enter_context(closing(_open_tracker(config, folder, state, progress, reporters, ranks)))
+        agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
+        trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
+        if checkpoint:
+            trainer.load(checkpoint)
+        opened.pop_all()
     return trainer
+
+
+@contextmanager
+def startable_again(trainer: Trainer, resume: bool | Path) -> Iterator[None]:
+    """Around the training of a run. Where a setting turns out to be impossible (ConfigError) before a new run has
+    trained anything, its folder can take a new run."""
+    try:
+        yield
+    except ConfigError:
+        if not resume and nothing_trained(trainer) and trainer.ranks.is_main:
+            _forget(trainer.folder)
+        raise
+
+
+def nothing_trained(trainer: Trainer) -> bool:
+    """Whether neither agent has made an update."""
+    # The first record is the start policy's evaluation; agent B's first update would be the second.
+    return trainer.books.step == 0 and trainer.books.tracker.records <= 1
+
+
+def _forget(folder: Path) -> None:
+    """Take away `config.yaml`, by which a folder holds a run."""
+    (folder / CONFIG_FILE).unlink(missing_ok=True)
 
 
 def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:

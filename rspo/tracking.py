@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from tqdm import tqdm
@@ -41,11 +42,17 @@ class Tracker:
         self.folder = folder
         self.path = folder / METRICS_FILE
         self.progress = progress
+        self.reporters: list[Reporter] = []
         with writing(self.path):
             self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 - open for the length of the run
-            self.records = _cut(self.path, records)
-        before = read_metrics(folder) if reporters else []
-        self.reporters = [reporter(folder, before) for reporter in reporters]
+        with ExitStack() as on_failure:
+            on_failure.callback(self._close_records)
+            with writing(self.path):
+                self.records = _cut(self.path, records)
+            before = read_metrics(folder) if reporters else []
+            for kind in reporters:
+                self.reporters.append(kind(folder, before))
+            on_failure.pop_all()
         self.listeners: list[Callable[[Record], None]] = [reporter.record for reporter in self.reporters]
         self.bar = tqdm(total=steps, initial=start, desc="training", unit="update", disable=not progress)
 
@@ -88,8 +95,16 @@ class Tracker:
     def close(self) -> None:
         """Close file, reporters and bar."""
         self.bar.close()
-        for reporter in self.reporters:
-            reporter.close()
+        self._close_records()
+
+    def _close_records(self) -> None:
+        """Close reporters and file, each of them also where another one fails to."""
+        with ExitStack() as opened:
+            opened.callback(self._close_file)
+            for reporter in self.reporters:
+                opened.callback(reporter.close)
+
+    def _close_file(self) -> None:
         with writing(self.path):
             self.file.close()
 

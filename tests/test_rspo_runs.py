@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 from rspo_toys import ParityEnv, small_config, small_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rspo import demo
+from rspo import RSPOTrainer, demo
 from rspo.agent import Agent
 from rspo.cli import main
 from rspo.config import Config, ConfigError
 from rspo.config_io import apply_flags, load_config
+from rspo.engines import TransformersBackend
 from rspo.envs import make_env
+from rspo.envs.base import PromptContext
 from rspo.envs.household import HouseholdEnv
 from rspo.metrics import trajectory_metrics
 from rspo.models import Policy
 from rspo.plotting import plot_runs
+from rspo.reporters import Record, Reporter
 from rspo.rewards import NonFiniteError
 from rspo.runs import open_run
 from rspo.tracking import Tracker, read_metrics, without_timings
@@ -262,6 +266,114 @@ def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match="nomodule"):
         open_run(apply_flags(config, ["rewards.dense=nomodule:f"]), tmp_path / "run", progress=False)
     run(config, tmp_path / "run")
+
+
+OPEN: set[str] = set()
+"""What is open of the three below."""
+
+
+class OpenReporter(Reporter):
+    def __init__(self, folder: Path, records: Sequence[Record]) -> None:
+        OPEN.add("reporter")
+
+    @classmethod
+    def check(cls) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
+        pass
+
+    def close(self) -> None:
+        OPEN.discard("reporter")
+
+
+class FailingReporter(OpenReporter):
+    """Finds out late that it cannot report."""
+
+    def __init__(self, folder: Path, records: Sequence[Record]) -> None:
+        assert sorted(OPEN) == ["engine", "environment", "reporter"]
+        raise ConfigError("no tracker answers")
+
+
+class OpenEnv(ParityEnv):
+    def __init__(self) -> None:
+        super().__init__()
+        OPEN.add("environment")
+
+    def close(self) -> None:
+        OPEN.discard("environment")
+
+
+class OpenEngines(TransformersBackend):
+    def __init__(self) -> None:
+        OPEN.add("engine")
+
+    def close(self) -> None:
+        OPEN.discard("engine")
+
+
+def test_a_start_that_fails_late_closes_what_it_opened(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rspo.runs.open_backend", lambda *arguments: OpenEngines())
+    config = small_config(*flags_for(start, "run.steps=1", "env.name=test_rspo_runs:OpenEnv", "env.options={}"))
+    reporters = "run.report_to=[test_rspo_runs:OpenReporter, test_rspo_runs:FailingReporter]"
+    with pytest.raises(ConfigError, match="no tracker answers"):
+        open_run(apply_flags(config, [reporters]), tmp_path / "run", progress=False)
+    assert not OPEN
+    with pytest.raises(ConfigError, match="nomodule"):
+        RSPOTrainer(args=apply_flags(config, ["rewards.dense=nomodule:f"]))
+    assert not OPEN
+    run(config, tmp_path / "run")
+    assert not OPEN
+
+
+class LateEnv(ParityEnv):
+    """Only its training tasks have prompts that are too long."""
+
+    def render_prompt(self, context: PromptContext) -> str:
+        return super().render_prompt(context) * (1000 if context.task in self.tasks("train") else 1)
+
+
+@pytest.mark.parametrize("by", ["command", "trainer"])
+def test_a_run_that_cannot_play_can_be_started_again(by: str, start: Path, tmp_path: Path) -> None:
+    """As where a prompt is too long, in the first evaluation, or only in the first rollout after it."""
+    flags = flags_for(start, "run.steps=1", "evaluation.every=1", "run.save_every=1")
+
+    def train(*more: str) -> int:
+        if by == "command":
+            sets = [part for flag in (*flags, *more) for part in ("--set", flag)]
+            return main(["train", "--quiet", "--out", str(tmp_path / "run"), *sets])
+        try:
+            RSPOTrainer(args=small_config(*flags, *more), output_dir=tmp_path / "run", progress=False).train()
+        except ConfigError:
+            return 2
+        return 0
+
+    assert train("rollout.max_prompt_tokens=3") == 2
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert read_metrics(tmp_path / "run") == []
+    assert train("env.name=test_rspo_runs:LateEnv", "env.options={}") == 2
+    assert [record["kind"] for record in read_metrics(tmp_path / "run")] == ["evaluation"]
+    assert train() == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run", "evaluation")] == [0, 1]
+    assert train() == 2, "a run that was trained stays"
+    assert load_config(tmp_path / "run" / "config.yaml").env.name == "household"
+
+
+def test_a_given_model_is_the_start_again_where_it_could_not_play(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the small model in its place."""
+    policy = small_policy(seed=5)
+    trainer = RSPOTrainer(policy, small_config(*SMALL, "run.steps=1"), output_dir=tmp_path, progress=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.env, "render_prompt", lambda context: "go " * 999)
+        with pytest.raises(ConfigError, match="a prompt has"):
+            trainer.train()
+    assert trainer.model is policy.model
+    trainer.train()
+    assert trainer.model is policy.model
 
 
 def test_checkpoints_load_with_transformers_and_old_ones_go(start: Path, tmp_path: Path) -> None:

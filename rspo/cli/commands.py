@@ -30,6 +30,7 @@ from ..runs import (
     latest_checkpoint,
     open_run,
     set_threads,
+    startable_again,
     trained_policy,
 )
 from ..storage import StorageError, new_folder, writing
@@ -54,7 +55,8 @@ def run_train(parsed: argparse.Namespace) -> int:
     try:
         trainer = open_run(config, folder, resume=parsed.resume, progress=not parsed.quiet)
         try:
-            trainer.train()
+            with startable_again(trainer, parsed.resume):
+                trainer.train()
         finally:
             trainer.close()
     except Interrupted as stop:
