@@ -1,6 +1,8 @@
-"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`.
+"""The command line: `rspo train`, `eval`, `export`, `collect`, `reward-model`, `plot`, `summary`, `play`, `envs`,
+`settings`.
 
-`parser` says what each takes, `commands` does it, `settings` makes a configuration of flags.
+`parser` says what each takes, `commands` does it; `settings` makes a configuration of flags, and `settings_help`
+explains them.
 """
 
 from __future__ import annotations

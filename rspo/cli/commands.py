@@ -37,6 +37,7 @@ from ..storage import StorageError, new_folder, writing
 from ..summary import summary_table
 from ..warmup import fresh_policy
 from .settings import settings_of
+from .settings_help import describe_sections, describe_settings
 
 
 def run_train(parsed: argparse.Namespace) -> int:
@@ -200,3 +201,8 @@ def run_summary(parsed: argparse.Namespace) -> None:
         print(summary_table(parsed.runs, parsed.labels))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def run_settings(parsed: argparse.Namespace) -> None:
+    """Say what settings mean."""
+    print(describe_settings(parsed.names) if parsed.names else describe_sections())

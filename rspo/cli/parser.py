@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,31 @@ from .commands import (
     run_play,
     run_plot,
     run_reward_model,
+    run_settings,
     run_summary,
     run_train,
 )
+from .settings_help import describe_settings
 
 _Commands = Any  # argparse names the type of add_subparsers' result only privately
 
 
+class _Parser(argparse.ArgumentParser):
+    """A command whose `--help` ends with what settings mean: those of these names and sections."""
+
+    settings: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if self.settings:
+            text += "\nsettings, for --set or in the file of --config, as the default preset has them:\n"
+            text += f"{describe_settings(self.settings)}\n\nrspo settings says what others there are.\n"
+        return text
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All commands; the function of the one that was given is the parsed `command`."""
-    parser = argparse.ArgumentParser(
-        prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents."
-    )
+    parser = _Parser(prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
@@ -54,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     train.add_argument(
         "--dry-run", action="store_true", help="say what the run needs and does, and what is missing here, and stop"
     )
-    _add_settings(train)
+    _add_settings(train, training=True)
     train.set_defaults(command=run_train)
 
     evaluation = commands.add_parser(
@@ -73,7 +87,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="of the environment's tasks: eval, held-out ones (default), train, or another it has",
     )
     evaluation.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    _add_settings(evaluation, training=False)
+    _add_settings(
+        evaluation, "evaluation", "policy.dtype", "policy.device", "policy.attention", "policy.allow_download"
+    )
     evaluation.set_defaults(command=run_eval)
 
     export = commands.add_parser(
@@ -84,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     export.add_argument("path", type=Path, help="run folder, checkpoint, adapter or model folder")
     export.add_argument("--out", type=Path, required=True, help="folder of the model")
-    _add_settings(export, training=False)
+    _add_settings(export, "policy.dtype", "policy.device", "policy.allow_download", unused=("--env", "--seed"))
     export.set_defaults(command=run_export)
 
     _add_collect(commands)
@@ -117,6 +133,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     _add_play(commands)
     _add_envs(commands)
+    _add_settings_command(commands)
     return parser
 
 
@@ -148,7 +165,7 @@ def _add_collect(commands: _Commands) -> None:
         "--resume", action="store_true", help="add to the file that --out holds, whoever played that, until it holds N"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    _add_settings(parser, training=False)
+    _add_settings(parser, "env", "rollout")
     parser.set_defaults(command=run_collect)
 
 
@@ -170,7 +187,7 @@ def _add_reward_model(commands: _Commands) -> None:
     parser.add_argument("--batch-size", type=int, metavar="N", help="trajectories of an update")
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="learning rate of AdamW")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    _add_settings(parser, training=False)
+    _add_settings(parser, "reward_model", "policy.device", "policy.attention", unused=("--env",))
     parser.set_defaults(command=run_reward_model)
 
 
@@ -185,7 +202,7 @@ def _add_play(commands: _Commands) -> None:
     parser.add_argument("--split", default="train", metavar="NAME", help="of the tasks (default: train)")
     parser.add_argument("--task", type=int, metavar="N", help="number of the task in its split (default: a random one)")
     parser.add_argument("--json", action="store_true", help="one JSON object a turn, for scripts")
-    _add_settings(parser, training=False)
+    _add_settings(parser, "env")
     parser.set_defaults(command=run_play)
 
 
@@ -198,21 +215,43 @@ def _add_envs(commands: _Commands) -> None:
         module.add_commands(environments)
 
 
-def _add_settings(parser: argparse.ArgumentParser, training: bool = True) -> None:
-    parser.add_argument(
-        "--preset",
-        choices=tuple(PRESETS),
-        help="default, or paper: every setting as the paper's; replaces the one that --config names",
+def _add_settings_command(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "settings",
+        help="say what the settings mean",
+        description="Without a name: the sections of settings, and what each is about. With the name of a section or of"
+        " a setting: full names, values in the default preset, and what they mean.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML with any of the settings")
-    parser.add_argument("--env", metavar="NAME", help="environment: a name or a class path")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a section, e.g. swap, or a setting, e.g. swap.alpha")
+    parser.set_defaults(command=run_settings)
+
+
+def _add_settings(parser: _Parser, *settings: str, training: bool = False, unused: Sequence[str] = ()) -> None:
+    """The flags that make a configuration.
+
+    settings: sections and settings that the command's help explains.  training: it takes a start policy.
+    unused: flags that mean nothing here, taken for the sake of a common command line, and not shown.
+    """
+
+    def add(flag: str, help: str, **options: Any) -> None:
+        parser.add_argument(flag, help=argparse.SUPPRESS if flag in unused else help, **options)
+
+    parser.settings = settings
+    add(
+        "--preset",
+        "default, or paper: every setting as the paper's; replaces the one that --config names",
+        choices=tuple(PRESETS),
+    )
+    add("--config", "YAML with any of the settings", type=Path, metavar="FILE")
+    add("--env", "environment: a name or a class path", metavar="NAME")
     if training:
-        parser.add_argument("--policy", metavar="PATH", help="model folder to start from")
-    parser.add_argument("--seed", type=int, metavar="S", help="seed of everything random")
-    parser.add_argument(
+        add("--policy", "model folder to start from", metavar="PATH")
+    add("--seed", "seed of everything random", type=int, metavar="S")
+    add(
         "--set",
+        "any setting, e.g. swap.alpha=0.25; may be repeated"
+        + ("; rspo settings says which there are" if training else ""),
         action="append",
         default=[],
         metavar="SECTION.FIELD=VALUE",
-        help="any setting, e.g. swap.alpha=0.25; may be repeated",
     )
