@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,8 @@ def _finish(model: PreTrainedModel) -> None:
 
 
 def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter alone, as peft does, with `base.json`: what its base must be."""
+    """Write the adapter alone, as peft does, with `base.json`: what its base must be. The settings name the base as it
+    was named when it was loaded, a local folder by its absolute path."""
     from peft import get_peft_model_state_dict
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -116,10 +118,26 @@ def save_adapter(model: PreTrainedModel, folder: Path) -> None:
     config.base_model_name_or_path = os.path.abspath(base) if os.path.isdir(base) else base
     # Sorted: a set's order, which peft would write, changes from process to process.
     settings = {name: sorted(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
-    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _write_settings(folder, settings)
     weights = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     save_file({f"{PREFIX}{name}": weight.contiguous() for name, weight in weights.items()}, folder / WEIGHTS_FILE)
     (folder / BASE_FILE).write_text(json.dumps({"fingerprint": fingerprint(model)}) + "\n", encoding="utf-8")
+
+
+def hide_local_base(folder: Path) -> str | None:
+    """Leave of a local base's path in an adapter's settings only its last part, which is returned; None where the base
+    has a name on a hub."""
+    settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+    base = Path(settings["base_model_name_or_path"])
+    if not base.is_absolute():  # as `save_adapter` writes folders
+        return None
+    settings["base_model_name_or_path"] = base.name
+    _write_settings(folder, settings)
+    return base.name
+
+
+def _write_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def base_path(folder: Path) -> str:

@@ -34,9 +34,7 @@ def model_card(config: Config, log_history: Sequence[Mapping[str, float]], start
         f"# {config.title} on {environment}\n",
         _story(config, environment, log_history, start),
         _evaluation(config, log_history),
-        "## Use\n\n```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        "model = AutoModelForCausalLM.from_pretrained(repo_id)\n"
-        "tokenizer = AutoTokenizer.from_pretrained(repo_id)\n```\n",
+        _use(config, start),
         _settings(config),
         _versions(),
     ]
@@ -46,11 +44,11 @@ def model_card(config: Config, log_history: Sequence[Mapping[str, float]], start
 def _front_matter(config: Config, environment: str, start: str | None) -> str:
     tags = ["rspo", "reinforcement-learning", "agent", config.estimator_name.rpartition(":")[2], environment]
     values: dict[str, Any] = {
-        "library_name": "transformers",
+        "library_name": "peft" if config.adapts_both else "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys(tags)),
     }
-    if start and _shown(start) == start:
+    if start and not _is_local(start):
         values["base_model"] = start
     return f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n"
 
@@ -89,6 +87,25 @@ def _evaluation(config: Config, log_history: Sequence[Mapping[str, float]]) -> s
     return "\n".join(lines) + "\n"
 
 
+def _use(config: Config, start: str | None) -> str:
+    """How it is loaded, and what an adapter needs for that."""
+    heading, path = "## Use\n\n", config.policy.path
+    if config.adapts_both and (path is None or _is_local(path)):
+        base = f"`{_shown(start)}`" if start else "the small model that the run made"
+        return (
+            f"{heading}**The base of this LoRA adapter is not published.** It is {base}, as it stood where it was"
+            " trained on, and the adapter cannot be used without it; `base.json` has its fingerprint. `rspo export RUN"
+            " --out FOLDER` writes base and adapter as one model.\n"
+        )
+    about = f"A LoRA adapter on `{path}`, which is fetched with it; needs the package peft.\n\n"
+    return (
+        f"{heading}{about if config.adapts_both else ''}"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        "model = AutoModelForCausalLM.from_pretrained(repo_id)\n"
+        "tokenizer = AutoTokenizer.from_pretrained(repo_id)\n```\n"
+    )
+
+
 def _settings(config: Config) -> str:
     """Those that are not the default preset's of the method."""
     defaults = flat_settings(default_config(config.method, config.base))
@@ -107,7 +124,12 @@ def _shown(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     kind, colon, path = value.rpartition(":")
-    return f"{kind}{colon}{Path(path).name}" if Path(path).is_absolute() or Path(path).exists() else value
+    return f"{kind}{colon}{Path(path).name}" if _is_local(path) else value
+
+
+def _is_local(path: str) -> bool:
+    """Whether this is a place on this machine, and not a name on a hub."""
+    return Path(path).is_absolute() or Path(path).exists()
 
 
 def _versions() -> str:

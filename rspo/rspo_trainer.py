@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ from .distributed import ALONE, Ranks
 from .engines import Backend, open_backend
 from .envs import BatchedEnv
 from .evaluate import evaluate
+from .lora import hide_local_base, is_adapter
 from .model_card import model_card
 from .models import Policy
 from .rewards import RewardFunction, training_rewards
@@ -187,7 +189,8 @@ class RSPOTrainer:
         commit_message: str = "Model trained with RSPO",
     ) -> str:
         """Upload what `save_model` and `create_model_card` write, as one commit to a repository of the Hugging Face
-        Hub, which is made where it is missing. Nothing else in this package uploads anything.
+        Hub, which is made where it is missing. Nothing else in this package uploads anything. Warns where a LoRA
+        adapter stands on a local model, of whose path only the last part is uploaded.
 
         Returns the commit's address. Raises huggingface_hub's errors.
         """
@@ -200,6 +203,13 @@ class RSPOTrainer:
             self.create_model_card(folder)
 
             def upload() -> str:
+                base = hide_local_base(Path(folder)) if is_adapter(folder) else None
+                if base is not None:
+                    warnings.warn(
+                        f"the base of this LoRA adapter is the local model {base!r}, which is not uploaded, and without"
+                        f" which it cannot be used: rspo export {self.folder} --out FOLDER writes both as one model",
+                        stacklevel=2,
+                    )
                 name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
                 return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message=commit_message))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from doc_examples import code_blocks
 from huggingface_hub import HfApi
 from rspo_toys import ParityEnv, small_config, small_policy
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
@@ -554,6 +556,55 @@ def test_only_push_to_hub_uploads_and_it_uploads_model_tokenizer_and_card(
         ("create_repo", {"token": "hf_mine", "repo_id": "agent", "private": True, "exist_ok": True}),
         ("upload_folder", {"repo_id": "me/agent", "commit_message": "Model trained with RSPO"}),
     ]
+
+
+def from_hub(load: Callable[..., Any], name: str, folder: Path) -> Callable[..., Any]:
+    """`from_pretrained` where a hub has what is in the folder under a name."""
+
+    def loaded(path: str, **options: Any) -> Any:
+        made = load(folder if str(path) == name else path, **options)
+        if str(path) == name:
+            made.name_or_path = name
+        return made
+
+    return loaded
+
+
+@pytest.mark.parametrize("base", ["Qwen/some-model", "local"])
+def test_a_pushed_adapter_names_a_base_that_others_can_find_or_says_that_there_is_none(
+    base: str, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    pytest.importorskip("peft")
+    uploaded: dict[str, str] = {}
+
+    def upload_folder(self: HfApi, *, folder_path: str, **options: Any) -> str:
+        texts = [path for path in Path(folder_path).iterdir() if path.suffix != ".safetensors"]
+        uploaded.update({path.name: path.read_text() for path in texts})
+        return "done"
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, **options: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    path = str(start) if base == "local" else base
+    for kind in (AutoConfig, AutoTokenizer, AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", from_hub(kind.from_pretrained, base, start))
+    config = parity("run.steps=1", "lora.rank=2", "policy.allow_download=true", f"policy.path={path}")
+    trainer = quiet(args=config, output_dir=tmp_path / "run")
+    trainer.train()
+    recwarn.clear()
+    assert trainer.push_to_hub("agent") == "done"
+    card, settings = uploaded["README.md"], json.loads(uploaded["adapter_config.json"])
+    warned = [str(one.message) for one in recwarn if "LoRA" in str(one.message)]
+    assert yaml.safe_load(card.split("---\n")[1])["library_name"] == "peft"
+    if base == "local":
+        assert settings["base_model_name_or_path"] == start.name
+        assert "**The base of this LoRA adapter is not published.** It is `" + start.name in card
+        assert len(warned) == 1
+        assert "rspo export" in warned[0]
+        assert str(start.parent) not in "".join(uploaded.values())
+    else:
+        assert settings["base_model_name_or_path"] == base
+        assert f"A LoRA adapter on `{base}`, which is fetched with it" in card
+        assert not warned
 
 
 # What the documentation shows
