@@ -216,7 +216,7 @@ def join(config: Config) -> Ranks:
     Raises ConfigError where there are fewer or more processes than `parallel.processes`, or fewer devices than
     processes.
     """
-    is_launched = "LOCAL_RANK" in os.environ
+    is_launched = launched()
     expected, found = config.parallel.processes, int(os.environ.get("WORLD_SIZE", 1)) if is_launched else 1
     if expected is not None and expected != found:
         raise ConfigError(
@@ -267,7 +267,12 @@ def placed(config: Config, ranks: Ranks) -> Config:
 def is_first(variable: str) -> bool:
     """Whether this process is number 0 of all (`RANK`), or of those of its machine (`LOCAL_RANK`), or was not launched
     with others."""
-    return "LOCAL_RANK" not in os.environ or os.environ.get(variable, "0") == "0"
+    return not launched() or os.environ.get(variable, "0") == "0"
+
+
+def launched() -> bool:
+    """Whether this process was started by `accelerate launch` or `torchrun`."""
+    return "LOCAL_RANK" in os.environ
 
 
 def leave() -> None:

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -19,7 +20,7 @@ from .arguments import as_config, as_dense_reward, as_env, as_policy
 from .callbacks import EVALUATION, Callbacks, callback_arguments
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, overlay
-from .distributed import ALONE, Ranks
+from .distributed import ALONE, Ranks, join, launched, placed
 from .engines import Backend, open_backend
 from .envs import BatchedEnv
 from .evaluate import evaluate
@@ -27,7 +28,7 @@ from .lora import hide_local_base, is_adapter
 from .model_card import model_card
 from .models import Policy
 from .rewards import RewardFunction, training_rewards
-from .runs import check_split, default_folder, fresh_start, nothing_trained, open_run, set_threads, startable_again
+from .runs import check_split, default_folder, nothing_trained, open_run, set_threads, startable_again, untrained_policy
 from .storage import write_text
 from .tracking import read_metrics
 from .trainer import Trainer
@@ -51,8 +52,8 @@ class RSPOTrainer:
         greater_is_better: which way.
         progress: show bars.
 
-    Several processes (`torchrun`, `accelerate launch`) each have a trainer and call the same methods; the main one
-    writes.
+    Several processes (`torchrun`, `accelerate launch`) each have a trainer and call the same methods in the same order;
+    the main one writes.
 
     Raises ConfigError that names a wrong setting, TypeError that names an argument of the wrong type.
     """
@@ -73,7 +74,8 @@ class RSPOTrainer:
     ) -> None:
         config, self._dense_reward = as_dense_reward(as_config(args), dense_reward)
         set_threads(config)
-        config, self._start = as_policy(config, model, processing_class)
+        config, self._given = as_policy(config, model, processing_class)
+        self._start = self._given
         name = config.policy.path if self._start is None else self._start.model.config.name_or_path
         self._start_name: str | None = name or None
         self.config, self.env = as_env(config, env)
@@ -87,6 +89,7 @@ class RSPOTrainer:
         self.folder = Path(output_dir) if output_dir is not None else default_folder(self.config)
         self.progress = progress
         self._trainer: Trainer | None = None
+        self._joined: Ranks | None = None
         self._backend: Backend | None = None
         best = metric_for_best_model.removeprefix(EVALUATION)
         arguments = callback_arguments(
@@ -114,17 +117,18 @@ class RSPOTrainer:
         """
         resume = self._resume(resume_from_checkpoint)
         self._close_backend()
+        # One that several processes have made for an evaluation may be sharded, and is made again in the run's folder.
+        start = self._given if launched() else self._start
         trainer = open_run(
             self.config,
             self.folder,
             resume=resume,
             progress=self.progress,
             env=self.env,
-            policy=None if resume or self.config.policy.path is not None else self._start,
+            policy=None if resume or self.config.policy.path is not None else start,
             dense_reward=self._dense_reward,
             observer=self._callbacks,
         )
-        start = self._start
         self._trainer, self._start, self._backend = trainer, None, trainer.backend
         self._show_callbacks(trainer.agent.policy)
         self._callbacks.subject["optimizer"] = trainer.agent.optimizer
@@ -264,20 +268,25 @@ class RSPOTrainer:
 
     @property
     def _ranks(self) -> Ranks:
-        """The processes of the run; before training each is taken to be alone."""
-        return self._trainer.agent.ranks if self._trainer is not None else ALONE
+        """The processes of the run. One that was not launched with others may measure a policy whose training needs
+        them."""
+        if self._trainer is not None:
+            return self._trainer.agent.ranks
+        if self._joined is None:
+            self._joined = join(self.config) if launched() else ALONE
+        return self._joined
 
     def _policy(self) -> Policy:
         """The policy as it is; before training the one that it will start from."""
         if self._trainer is not None:
             return self._trainer.agent.policy
         if self._start is None:
-            path = self.config.policy.path
-            self._start = (
-                Policy.load(path, self.config.policy)
-                if path is not None
-                else fresh_start(self.config, self.env, progress=self.progress)
-            )
+            ranks = self._ranks
+            config = placed(self.config, ranks)
+            if not launched():  # shares are for several processes
+                config = replace(config, parallel=replace(config.parallel, shard="none"))
+            progress = self.progress and ranks.is_main
+            self._start = untrained_policy(config, self.env, ranks, progress=progress)
         return self._start
 
     def _resume(self, given: bool | str | os.PathLike[str] | None) -> bool | Path:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from inspect import Parameter, signature
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,26 @@ def start_policy(
 def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
     """The tiny model, warmed up on the environment."""
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
+
+
+def untrained_policy(config: Config, env: BatchedEnv, ranks: Ranks, *, progress: bool) -> Policy:
+    """The policy that a run would start from, for all processes at once: that of `policy.path`, or the tiny model,
+    which one of several processes warms up for all."""
+    if config.policy.path is not None:
+        return load_policy(config.policy.path, config)
+    if ranks.size == 1:
+        return fresh_start(config, env, progress=progress)
+
+    def make() -> dict[str, bytes]:
+        with TemporaryDirectory() as folder:
+            fresh_start(config, env, progress=progress).save(folder)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    files = ranks.from_main(make)
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        return load_policy(folder, config)
 
 
 def default_folder(config: Config) -> Path:

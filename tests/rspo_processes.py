@@ -55,6 +55,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 RUN_FLAGS = ("swap.k=1", "run.save_every=1", "run.keep=9", "evaluation.episodes=5", "env.history_length=1")
+SMALL_MODEL = (
+    "warmup.trajectories=40", "warmup.max_updates=20", "warmup.check_episodes=16", "warmup.band=[0, 1]",
+    "warmup.held_out_band=[0, 1]",
+)  # fmt: skip
 WHOLE_ONLY = ("adapter",)
 """Cases of models that are not sharded."""
 CHECKPOINTED = ("own-critic", "bfloat16")
@@ -232,7 +236,8 @@ class Counter(TrainerCallback):
 
 
 def do_trainer(start: Path, answer: dict[str, Any]) -> None:
-    """RSPOTrainer, in a main process that is slow to open its records; then with models that differ."""
+    """RSPOTrainer, before and after it has trained, in a main process that is slow to open its records; then with
+    models that differ, and with none."""
     init = Tracker.__init__
 
     def slowly(self: Tracker, *arguments: Any, **options: Any) -> None:
@@ -244,17 +249,24 @@ def do_trainer(start: Path, answer: dict[str, Any]) -> None:
         counter = Counter()
         config = small_config(f"policy.path={start / 'tied'}", f"parallel.shard={shard}", "method=grpo", *RUN_FLAGS)
         trainer = RSPOTrainer(args=config, output_dir=start / f"hf-{shard}", callbacks=[counter], progress=False)
+        before = trainer.evaluate()
+        trainer.save_model(start / f"hf-{shard}" / "before")
         result = trainer.train()
         metrics = {f"eval_{name}": value for name, value in trainer.evaluate().items()}
         trainer.save_model(start / f"hf-{shard}" / "saved")
         state = trainer.state
         answer[shard] = (counter.seen, len(state.log_history), result.training_loss, metrics)
+        answer[f"before/{shard}"] = before
         answer[f"main/{shard}"] = state.is_world_process_zero
     other = small_policy(seed=dist.get_rank())
     try:
         RSPOTrainer(other, small_config(), output_dir=start / "hf-given", progress=False).train()
     except ConfigError as error:
         answer["given"] = str(error)
+    small = small_config("method=grpo", *SMALL_MODEL, *RUN_FLAGS, "run.steps=1")
+    trainer = RSPOTrainer(args=small, output_dir=start / "hf-small", progress=False)
+    answer["small before"] = trainer.evaluate()
+    trainer.train()
 
 
 def train(config: Config, folder: Path, resume: bool = False) -> None:

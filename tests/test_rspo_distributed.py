@@ -199,8 +199,13 @@ def test_trainers_of_all_processes_see_the_run_and_one_writes(start: Path) -> No
         assert first[shard] == second[shard], "callbacks and results"
         seen, entries, _, _ = first[shard]
         assert seen["step"] == 2
-        # `evaluate` logs once more, and is no record.
-        assert seen["log"] == entries + 1 == len(read_metrics(start / f"hf-{shard}")) + 1
+        # `evaluate` logs twice more, and is no record.
+        assert seen["log"] == entries + 2 == len(read_metrics(start / f"hf-{shard}")) + 2
+        assert first[f"before/{shard}"] == second[f"before/{shard}"]
+        assert first[f"before/{shard}"] == evaluated(start / f"hf-{shard}")
+        begin = load_file(start / f"hf-{shard}" / "before" / "model.safetensors")
+        tied = load_file(start / "tied" / "model.safetensors")
+        assert all(torch.equal(begin[name], value) for name, value in tied.items())
         assert first[f"main/{shard}"]
         assert not second[f"main/{shard}"]
         saved, kept = (
@@ -211,6 +216,15 @@ def test_trainers_of_all_processes_see_the_run_and_one_writes(start: Path) -> No
         assert all(torch.equal(value, kept[name]) for name, value in saved.items())
     assert "different models to start from" in first["given"]
     assert first["given"] == second["given"]
+    assert first["small before"] == second["small before"]
+    assert first["small before"] == evaluated(start / "hf-small")
+
+
+def evaluated(folder: Path) -> Any:
+    """The metrics of a run's first evaluation, rounded in its file, by the names that `RSPOTrainer.evaluate` has."""
+    record = read_metrics(folder, "evaluation")[0]
+    others = ("kind", "step", "lost_episodes", "skipped_tasks", "trajectories", "tokens", "seconds")
+    return pytest.approx({f"eval_{name}": value for name, value in record.items() if name not in others}, rel=1e-7)
 
 
 @pytest.mark.slow
