@@ -24,7 +24,7 @@ from .critic import score_values, value_loss
 from .distributed import ALONE, Ranks
 from .mismatch import importance_weights
 from .models import Policy, score
-from .policy_module import Predictions
+from .policy_module import Part, Predictions
 from .rewards import NonFiniteError
 from .sharded_tensors import local
 from .timing import PhaseTimer
@@ -63,17 +63,12 @@ class Mixture:
     ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """-J of a micro-batch (0-d, with a graph) and the loss's statistics of either part."""
         batch = predictions.batch
-        segments = batch.segments()
-        losses: list[Tensor] = []
-        stats: dict[str, dict[str, Tensor]] = {}
-        for part, divisor, mask in (
-            ("on_policy", self.on_policy, ~batch.is_replay),
-            ("replay", self.replay, batch.is_replay),
-        ):
-            if divisor > 0:
-                loss, stats[part] = predictions.policy_loss(mask, divisor, segments, temperature, config)
-                losses.append(loss)
-        return torch.stack(losses).sum(), stats
+        parts = {
+            "on_policy": Part(~batch.is_replay, self.on_policy),
+            "replay": Part(batch.is_replay, self.replay),
+        }
+        counted = {name: part for name, part in parts.items() if part.divisor > 0}
+        return predictions.policy_loss(counted, batch.segments(), temperature, config)
 
 
 def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config, ranks: Ranks = ALONE) -> None:
