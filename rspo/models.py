@@ -19,7 +19,7 @@ from .config import AdapterConfig, ConfigError, PolicyConfig
 from .distributed import ALONE, Ranks, of_tokens
 from .gradient_checkpointing import recompute_layers
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
-from .model_checks import check_attention_caps, check_attention_device, check_loaded
+from .model_checks import check_attention_caps, check_attention_device, check_device, check_loaded
 from .model_shapes import loading_reason
 from .policy_module import PolicyModule
 from .sharing import copy_module, frozen_view
@@ -74,6 +74,7 @@ class Policy:
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
             )
         check_attention_device(config)
+        check_device(config)
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
             check_attention_caps(AutoConfig.from_pretrained(str(path), **options), config.attention)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from .checks import SWITCHES, Checks, ConfigError
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
@@ -44,6 +46,13 @@ class PolicyConfig:
         checks = Checks("policy", self)
         checks.one_of(DTYPES, "dtype")
         checks.one_of(ATTENTION, "attention")
+        try:
+            torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                "policy.device must be 'cpu', 'cuda', 'cuda:N' (the GPU of that number), or another device of PyTorch,"
+                f" got {self.device!r}"
+            ) from error
         checks.one_of(SWITCHES, "packing", "fused", "chat")
 
     @property
