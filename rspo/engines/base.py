@@ -13,6 +13,7 @@ import torch
 
 from ..config import ConfigError, RolloutConfig
 from ..models import Policy
+from ..texts import Texts
 
 
 class EngineError(RuntimeError):
@@ -62,11 +63,11 @@ class Backend(ABC):
         """Give back what it holds."""
 
 
-def check_prompts(prompts: Sequence[np.ndarray], policy: Policy, config: RolloutConfig) -> None:
+def check_prompts(prompts: Sequence[np.ndarray], texts: Texts, config: RolloutConfig) -> None:
     """Raises ConfigError for a prompt that is empty or too long: it is never cut."""
     for ids in prompts:
         if not 0 < len(ids) <= config.max_prompt_tokens:
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens, rollout.max_prompt_tokens={config.max_prompt_tokens} allows"
-                f" 1 to that many: {policy.decode([ids])[0][:80]!r}"
+                f" 1 to that many: {texts.decode([ids])[0][:80]!r}"
             )
