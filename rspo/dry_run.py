@@ -19,7 +19,7 @@ from .config import Config, ConfigError
 from .envs import BatchedEnv, find_factory
 from .estimators import make_estimator
 from .memory import USABLE, MemorySetup
-from .model_checks import check_attention_device
+from .model_checks import check_attention_device, check_device
 from .model_shapes import ModelShape, dense_shape, local_shape, published_shape
 from .policy_module import LARGE_VOCABULARY
 from .reporters import find_reporters
@@ -113,10 +113,7 @@ def _devices(config: Config, findings: Findings) -> str:
     names = {torch.cuda.get_device_properties(i).name for i in range(count)}
     here = f"{count} CUDA devices ({', '.join(sorted(names))})" if count else "no CUDA device"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
+    findings.attempt(lambda: check_device(config.policy))
     findings.attempt(lambda: check_attention_device(config.policy))
     processes = config.parallel.processes or 1
     if device == "cuda" and count < processes and processes > 1:

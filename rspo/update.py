@@ -167,7 +167,7 @@ def update(
                     raise NonFiniteError(_diagnosis(agent, batch, trajectories, config))
                 agent.step()
             statistics.add_norms(norms)
-    return statistics.over(ranks).result(settings.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
+    return statistics.over(ranks).result(settings.epochs) | log_center_quantiles(batch) | _critic_quality(batch)
 
 
 def _losses(
@@ -276,8 +276,16 @@ def _merge(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     return merged
 
 
-def _log_center_quantiles(batch: Batch) -> dict[str, float]:
-    """Quantiles of log c = log π_old - log π_B over replayed tokens: how far B has gone from A."""
+def log_center_quantiles(batch: Batch) -> dict[str, float]:
+    """Quantiles (`LOG_CENTER_QUANTILES`) of log c = log π_old - log π_B over replayed tokens, in nats: how far agent B,
+    which sampled them, has gone from A.
+
+    Args:
+        batch: complete after `prepare`, so that the old log-probs of replayed tokens are those before the update.
+
+    Returns:
+        `replay/log_center_q05` and so on by their percentages; empty without replayed tokens.
+    """
     if not batch.is_replay.any():
         return {}
     log_center = (batch.old_logp - batch.behavior_logp)[batch.is_replay].cpu().numpy()
