@@ -68,7 +68,6 @@ def setup(model: str, gpus: int = 1, agent_b: str = "device", adapter_rank: int 
         adapter_rank_b=RANK,
         micro_batch_tokens=MICRO_BATCH_TOKENS,
         micro_batch_responses=rows * response,
-        loss_parts=1 if agent_b == "none" else 2,
         generated_rows=GENERATED_ROWS,
         prompt_tokens=prompt,
         response_tokens=response,
@@ -129,9 +128,9 @@ def _logits() -> str:
     for model in MODELS:
         for responses in RESPONSES:
             each = replace(setup(model), micro_batch_responses=responses)
-            kinds = [replace(each, fused=False), replace(each, loss_parts=1), replace(each, loss_parts=2)]
+            kinds = [replace(each, fused=fused) for fused in (False, True)]
             lines.append([model, f"{responses:,}", *(_gigabytes(kind.head) for kind in kinds)])
-    return markdown(["GB", "response tokens", "logits made", "fused", "fused, with replay"], lines)
+    return markdown(["GB", "response tokens", "logits made", "fused"], lines)
 
 
 def config(env: str, method: str) -> Config:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .config import ConfigError
-from .models import Policy
+from .texts import Texts
 from .trajectory import Trajectory
 
 
@@ -34,7 +34,7 @@ class Reading:
         return max(len(row) for row in self.rows)
 
 
-def read_conversations(policy: Policy, trajectories: Sequence[Trajectory], max_tokens: int) -> list[Reading]:
+def read_conversations(texts: Texts, trajectories: Sequence[Trajectory], max_tokens: int) -> list[Reading]:
     """Readings of episodes by a model that takes at most `max_tokens` tokens (at least 2).
 
     A longer conversation becomes several rows. Each begins with the task's opening and goes on with the latest turns
@@ -46,11 +46,11 @@ def read_conversations(policy: Policy, trajectories: Sequence[Trajectory], max_t
     for trajectory in trajectories:
         _check(trajectory)
     # A tokenizer without a chat template gets its texts on lines of their own.
-    line = "" if policy.tokenizer.chat_template is not None else "\n"
+    line = "" if texts.tokenizer.chat_template is not None else "\n"
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    openings = policy.encode([str(trajectory.turns[0].message) for trajectory in trajectories])
-    replies = iter(policy.encode_replies([f"{line}{turn.message}" for t in trajectories for turn in t.turns[1:]]))
-    responses = iter(policy.encode_responses([f"{line}{turn.response}" for turn in turns]))
+    openings = texts.encode([str(trajectory.turns[0].message) for trajectory in trajectories])
+    replies = iter(texts.encode_replies([f"{line}{turn.message}" for t in trajectories for turn in t.turns[1:]]))
+    responses = iter(texts.encode_responses([f"{line}{turn.response}" for turn in turns]))
     readings = []
     for trajectory, opening in zip(trajectories, openings, strict=True):
         pieces = [next(responses)]

@@ -99,7 +99,6 @@ def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: 
         eager=policy.attention == "eager",
         checkpointing=policy.gradient_checkpointing,
         fused=policy.fused == "on" or (policy.fused == "auto" and shape.vocab_size >= LARGE_VOCABULARY),
-        loss_parts=2 if work.replayed else 1,
         generated_rows=min(rollout.max_batch, -(-tasks // ranks) * rollout.group_size) if generates else 0,
         prompt_tokens=rollout.max_prompt_tokens,
         response_tokens=rollout.max_response_tokens,

@@ -12,19 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from .envs.base import BatchedEnv, PromptContext
-from .models import Policy
+from .texts import Texts
 
 
 class Layout(ABC):
     """Makes prompts for a batch of episodes.
 
     Args:
-        policy: its tokenizer and chat template are used.
+        texts: whose tokenizer and chat template are used; a policy, or one without its model.
         env: writes the texts.
     """
 
-    def __init__(self, policy: Policy, env: BatchedEnv) -> None:
-        self.policy = policy
+    def __init__(self, texts: Texts, env: BatchedEnv) -> None:
+        self.texts = texts
         self.env = env
 
     @abstractmethod
@@ -44,7 +44,7 @@ class PerTurn(Layout):
     def prompts(
         self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
     ) -> list[np.ndarray]:
-        return self.policy.encode([self.env.render_prompt(context) for context in contexts])
+        return self.texts.encode([self.env.render_prompt(context) for context in contexts])
 
 
 class Conversation(Layout):
@@ -55,8 +55,8 @@ class Conversation(Layout):
     ) -> list[np.ndarray]:
         opening = [context for context, turn in zip(contexts, before, strict=True) if turn is None]
         following = [context for context, turn in zip(contexts, before, strict=True) if turn is not None]
-        openings = iter(self.policy.encode([self.env.render_opening(context) for context in opening]))
-        replies = iter(self.policy.encode_replies([self.env.render_reply(context) for context in following]))
+        openings = iter(self.texts.encode([self.env.render_opening(context) for context in opening]))
+        replies = iter(self.texts.encode_replies([self.env.render_reply(context) for context in following]))
         prompts = []
         for turn in before:
             if turn is None:
@@ -69,10 +69,10 @@ class Conversation(Layout):
     def _joined(self, response: np.ndarray, reply: np.ndarray) -> np.ndarray:
         """A reply begins with the end of the response before it, in some templates after white space; the model may
         have written that end already."""
-        if not len(response) or int(response[-1]) not in self.policy.eos_token_ids:
+        if not len(response) or int(response[-1]) not in self.texts.eos_token_ids:
             return reply
         ends = np.flatnonzero(reply == response[-1])
-        if not len(ends) or self.policy.tokenizer.decode(reply[: ends[0]].tolist()).strip():
+        if not len(ends) or self.texts.tokenizer.decode(reply[: ends[0]].tolist()).strip():
             return reply
         return reply[ends[0] + 1 :]
 
@@ -80,6 +80,6 @@ class Conversation(Layout):
 LAYOUTS = {"per_turn": PerTurn, "conversation": Conversation}
 
 
-def make_layout(name: str, policy: Policy, env: BatchedEnv) -> Layout:
+def make_layout(name: str, texts: Texts, env: BatchedEnv) -> Layout:
     """The configured layout."""
-    return LAYOUTS[name](policy, env)
+    return LAYOUTS[name](texts, env)

@@ -40,7 +40,6 @@ class MemorySetup:
         eager: attention keeps the matrix of its weights, which the others do not.
         checkpointing: layers are computed again in the backward pass, and only their inputs are kept.
         fused: the loss makes logits a chunk at a time.
-        loss_parts: losses of one training pass, each with a gradient of the fused head: 2 where replay is mixed in.
         generated_rows: sequences that the training model generates at once; 0: another engine does, elsewhere.
         prompt_tokens, response_tokens: the longest of one sequence.
     """
@@ -59,7 +58,6 @@ class MemorySetup:
     eager: bool = False
     checkpointing: bool = True
     fused: bool = True
-    loss_parts: int = 1
     generated_rows: int = 64
     prompt_tokens: int = 4096
     response_tokens: int = 512
@@ -175,7 +173,7 @@ class MemorySetup:
             return self.logits + hidden + weight * self.weight_bytes
         chunk = min(self.micro_batch_responses, CHUNK_ROWS) * self.shape.vocab_size * self.weight_bytes
         # The gradient of the head's weight is summed up in float32, to which chunks add theirs in the model's dtype.
-        return chunk + hidden + weight * (FLOAT32 * self.loss_parts + self.weight_bytes)
+        return chunk + hidden + weight * (FLOAT32 + self.weight_bytes)
 
     @property
     def _trained(self) -> Trained:

@@ -23,6 +23,15 @@ if TYPE_CHECKING:
 FLASH = "flash_attention_2"
 
 
+def check_device(config: PolicyConfig) -> None:
+    """Raises ConfigError where this machine, or its PyTorch, does not have the device."""
+    try:
+        torch.empty(0, device=config.device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]  # CUDA's errors go on with advice on debugging
+        raise ConfigError(f"policy.device={config.device!r} cannot be used here: {reason}") from error
+
+
 def check_attention_device(config: PolicyConfig) -> None:
     """Raises ConfigError where flash attention is asked for and cannot run."""
     if config.attention != FLASH:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -19,20 +18,18 @@ from .config import AdapterConfig, ConfigError, PolicyConfig
 from .distributed import ALONE, Ranks, of_tokens
 from .gradient_checkpointing import recompute_layers
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
-from .model_checks import check_attention_caps, check_attention_device, check_loaded
+from .model_checks import check_attention_caps, check_attention_device, check_device, check_loaded
 from .model_shapes import loading_reason
 from .policy_module import PolicyModule
 from .sharing import copy_module, frozen_view
+from .texts import Texts
 
 _VERSIONS = itertools.count()
-SAID = "(a response)"
-"""Stands for a response where a chat template is asked what follows one."""
-
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-class Policy:
+class Policy(Texts):
     """A causal LM as the trainer sees it. Always in eval mode, so that its log-probs are a function of its weights.
 
     Args:
@@ -54,9 +51,9 @@ class Policy:
         fused: str = "auto",
         chat: bool = True,
     ) -> None:
+        super().__init__(tokenizer, chat)
         self.model = model.eval()
-        self.tokenizer = tokenizer
-        self.packs, self.fused, self.chat = packs, fused, chat
+        self.packs, self.fused = packs, fused
         self.version = next(_VERSIONS)
         self.rounds = False
         self.module = PolicyModule(self.model, packs, fused)
@@ -74,6 +71,7 @@ class Policy:
                 f"policy.path={str(path)!r} is not a folder (names on a hub need policy.allow_download=true)"
             )
         check_attention_device(config)
+        check_device(config)
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
             check_attention_caps(AutoConfig.from_pretrained(str(path), **options), config.attention)
@@ -173,78 +171,12 @@ class Policy:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
+        """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
         generation = getattr(self.model, "generation_config", None)
         ids = generation.eos_token_id if generation is not None else None
-        ids = self.tokenizer.eos_token_id if ids is None else ids
         if ids is None:
-            return ()
+            return super().eos_token_ids
         return tuple(ids) if isinstance(ids, list) else (int(ids),)
-
-    @property
-    def _has_template(self) -> bool:
-        return self.chat and self.tokenizer.chat_template is not None
-
-    def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
-        if not self._has_template:
-            return self._ids(prompts, prompts, add_special_tokens=True)
-        return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
-
-    def encode_replies(self, replies: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of what follows a response when a user answers it, int64 [P] each: with a chat template the
-        response's end, the user's message and the opening of the next response.
-
-        Raises ConfigError where what follows a response cannot be told from the template.
-        """
-        if not self._has_template:
-            return self._ids(replies, replies)
-        texts = []
-        for reply in replies:
-            user, said = {"role": "user", "content": "(a prompt)"}, {"role": "assistant", "content": SAID}
-            _, found, following = self._chat(user, said, {"role": "user", "content": reply}).partition(SAID)
-            if not found:
-                raise ConfigError(
-                    f"the chat template of {self.tokenizer.name_or_path!r} must repeat earlier responses as they are,"
-                    f" so that a conversation can go on after one; {SAID!r} is not in what it makes"
-                )
-            texts.append(following)
-        return self._ids(replies, texts)
-
-    def encode_responses(self, responses: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of responses as a model writes them, int64 [T] each: nothing before or after the text."""
-        return self._ids(responses, responses)
-
-    def _ids(self, keys: Sequence[str], texts: Sequence[str], add_special_tokens: bool = False) -> list[np.ndarray]:
-        """Token ids of texts, each distinct key's once: members of a group often see the same."""
-        distinct = dict(zip(keys, texts, strict=True))
-        if not distinct:
-            return []
-        encoded = self._token_ids(list(distinct.values()), add_special_tokens)
-        ids = {key: np.array(row, dtype=np.int64) for key, row in zip(distinct, encoded, strict=True)}
-        return [ids[key] for key in keys]
-
-    def _token_ids(self, texts: list[str], special: bool) -> list[list[int]]:
-        """Token ids of texts; `special`: with the tokens that the tokenizer puts around a text."""
-        if self.tokenizer.is_fast:
-            # As the call below without what nobody asks for (offsets): half the time, which is seen in small models.
-            backend = self.tokenizer.backend_tokenizer
-            backend.no_truncation()
-            backend.no_padding()
-            return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)]
-        # verbose warns of texts beyond the tokenizer's own limit; engines and reward models see to lengths.
-        encoded = self.tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
-        return encoded["input_ids"]
-
-    def _chat(self, *messages: dict[str, str]) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-
-    def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
-        """Texts of responses, without special tokens."""
-        distinct = {row.tobytes(): row.tolist() for row in responses}
-        decoded = self.tokenizer.batch_decode(list(distinct.values()), skip_special_tokens=True)
-        texts = dict(zip(distinct, decoded, strict=True))
-        return [texts[row.tobytes()] for row in responses]
 
     def logits_and_hidden(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Logits [N, V] that predict the response tokens, and the last hidden states [N, H] they are made of.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -33,6 +34,17 @@ LARGE_VOCABULARY = 8192
 Read = TypeVar("Read")
 
 
+@dataclass(frozen=True)
+class Part:
+    """Tokens whose loss is a sum over them divided by one number.
+
+    mask: bool [N].  divisor: > 0.
+    """
+
+    mask: Tensor
+    divisor: float
+
+
 class Predictions(ABC):
     """What a policy says of a batch's N response tokens. Its two kinds give the same numbers, up to rounding.
 
@@ -55,17 +67,14 @@ class Predictions(ABC):
 
     @abstractmethod
     def policy_loss(
-        self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss (0-d, with a graph) and statistics of the tokens in `mask`, bool [N], as `rspo_kernels.policy_loss`
-        gives them."""
+        self, parts: dict[str, Part], segments: Segments, temperature: float, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+        """The losses of all parts added up (0-d, with a graph), and statistics of each, as `rspo_kernels.policy_loss`
+        gives them. Parts have no token in common."""
 
-    def _loss_inputs(self, mask: Tensor, normalizer: float, segments: Segments) -> dict[str, Any]:
-        """What any loss is given of the batch besides its advantages."""
+    def _loss_inputs(self, segments: Segments) -> dict[str, Any]:
+        """What any loss is given of the batch besides its advantages, mask and weights."""
         return {
-            "mask": mask,
-            "weights": self.batch.weights,
-            "normalizer": normalizer,
             "old_logp": self.batch.old_logp,
             "behavior_logp": self.batch.behavior_logp,
             "ref_logp": self.batch.ref_logp,
@@ -83,7 +92,6 @@ class PredictionsByLogits(Predictions):
         super().__init__(batch, hidden)
         self._make_logits = make_logits
         self._logits: Tensor | None = None
-        self._scored: tuple[float, tuple[Tensor, Tensor]] | None = None
 
     def logits(self) -> Tensor:
         if self._logits is None:
@@ -95,18 +103,24 @@ class PredictionsByLogits(Predictions):
         return cast(tuple[Tensor, Tensor], scored)
 
     def policy_loss(
-        self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        if self._scored is None or self._scored[0] != temperature:  # once for all parts of a mixture
-            self._scored = temperature, self.logprobs(temperature)
-        logp, entropy = self._scored[1]
-        return policy_loss(
-            logp,
-            self.batch.advantages,
-            entropy=entropy if config.entropy_coef != 0 else entropy.detach(),  # else a statistic only
-            config=config,
-            **self._loss_inputs(mask, normalizer, segments),
-        )
+        self, parts: dict[str, Part], segments: Segments, temperature: float, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+        logp, entropy = self.logprobs(temperature)
+        losses: list[Tensor] = []
+        stats: dict[str, dict[str, Tensor]] = {}
+        for name, part in parts.items():
+            loss, stats[name] = policy_loss(
+                logp,
+                self.batch.advantages,
+                mask=part.mask,
+                weights=self.batch.weights,
+                normalizer=part.divisor,
+                entropy=entropy if config.entropy_coef != 0 else entropy.detach(),  # else a statistic only
+                config=config,
+                **self._loss_inputs(segments),
+            )
+            losses.append(loss)
+        return torch.stack(losses).sum(), stats
 
 
 class FusedPredictions(Predictions):
@@ -134,22 +148,33 @@ class FusedPredictions(Predictions):
         return cast(tuple[Tensor, Tensor], scored)
 
     def policy_loss(
-        self, mask: Tensor, normalizer: float, segments: Segments, temperature: float, config: PolicyLossConfig
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        return linear_policy_loss(
+        self, parts: dict[str, Part], segments: Segments, temperature: float, config: PolicyLossConfig
+    ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+        # One call for all parts: each would hold a float32 gradient of the head.
+        masks = torch.stack([part.mask for part in parts.values()])
+        dtype = torch.promote_types(self._states.dtype, torch.float32)
+        weights = torch.stack([part.mask.to(dtype) / part.divisor for part in parts.values()]).sum(0)
+        if self.batch.weights is not None:
+            weights = weights * self.batch.weights
+        loss, stats = linear_policy_loss(
             self._states,
             self._head.weight,
             self.batch.targets,
             self.batch.advantages,
+            mask=masks.any(0),
+            weights=weights,
+            normalizer=1.0,
             temperature=temperature,
             # Metrics are over all tokens, whichever way the loss is computed. Tokens without an advantage cost a third
             # of the others for that.
             with_entropy=True,
             exact_stats=True,
+            parts=masks,
             config=config,
             **self._transform,
-            **self._loss_inputs(mask, normalizer, segments),
+            **self._loss_inputs(segments),
         )
+        return loss, {name: {key: stats[key][i] for key in stats} for i, name in enumerate(parts)}
 
 
 class PolicyModule(nn.Module):

@@ -25,6 +25,7 @@ from .model_checks import (
     check_attention_caps,
     check_attention_device,
     check_attention_dtype,
+    check_device,
     check_ends,
     check_loaded,
     check_positions,
@@ -68,10 +69,7 @@ def check_machine(config: Config, folder: Path, resume: bool, findings: Findings
 
 def _check_devices(config: Config, findings: Findings) -> None:
     device, count, processes = config.policy.device, torch.cuda.device_count(), config.parallel.processes or 1
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        findings.problems.append(f"policy.device={device!r} cannot be used: {str(error).splitlines()[0]}")
+    findings.attempt(lambda: check_device(config.policy))
     findings.attempt(lambda: check_attention_device(config.policy))
     findings.attempt(lambda: check_attention_dtype(config.policy))
     if device == "cuda" and count < processes and processes > 1:

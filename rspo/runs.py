@@ -26,7 +26,7 @@ from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
 from .lora import fingerprint, require_peft, require_whole_model
-from .model_checks import check_run
+from .model_checks import check_device, check_run
 from .models import Policy
 from .observer import Observer
 from .randomness import named_seed
@@ -192,7 +192,7 @@ def open_run(
     as_given, config = config, placed(config, ranks)
     ranks.from_main(lambda: _take_folder(as_given, folder, resume))
     set_threads(config)
-    _check_device(config)
+    check_device(config.policy)
     with ExitStack() as opened:  # what was opened by the time that something fails is closed
         if env is None:
             env = opened.enter_context(closing(build_env(config)))
@@ -348,13 +348,6 @@ def how_to_go_on(folder: Path) -> str:
     checkpoints = list_checkpoints(folder / "checkpoints")
     where = f"checkpoint {checkpoints[-1].name}" if checkpoints else "its start, as there is no checkpoint yet"
     return f"the run can go on from {where}: rspo train --resume --out {folder}"
-
-
-def _check_device(config: Config) -> None:
-    try:
-        torch.empty(0, device=config.policy.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"policy.device={config.policy.device!r} cannot be used here: {error}") from error
 
 
 def latest_checkpoint(folder: Path) -> Path:

@@ -24,7 +24,7 @@ from .critic import score_values, value_loss
 from .distributed import ALONE, Ranks
 from .mismatch import importance_weights
 from .models import Policy, score
-from .policy_module import Predictions
+from .policy_module import Part, Predictions
 from .rewards import NonFiniteError
 from .sharded_tensors import local
 from .timing import PhaseTimer
@@ -63,17 +63,12 @@ class Mixture:
     ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         """-J of a micro-batch (0-d, with a graph) and the loss's statistics of either part."""
         batch = predictions.batch
-        segments = batch.segments()
-        losses: list[Tensor] = []
-        stats: dict[str, dict[str, Tensor]] = {}
-        for part, divisor, mask in (
-            ("on_policy", self.on_policy, ~batch.is_replay),
-            ("replay", self.replay, batch.is_replay),
-        ):
-            if divisor > 0:
-                loss, stats[part] = predictions.policy_loss(mask, divisor, segments, temperature, config)
-                losses.append(loss)
-        return torch.stack(losses).sum(), stats
+        parts = {
+            "on_policy": Part(~batch.is_replay, self.on_policy),
+            "replay": Part(batch.is_replay, self.replay),
+        }
+        counted = {name: part for name, part in parts.items() if part.divisor > 0}
+        return predictions.policy_loss(counted, batch.segments(), temperature, config)
 
 
 def rescore(policy: Policy, trajectories: Sequence[Trajectory], config: Config, ranks: Ranks = ALONE) -> None:
@@ -172,7 +167,7 @@ def update(
                     raise NonFiniteError(_diagnosis(agent, batch, trajectories, config))
                 agent.step()
             statistics.add_norms(norms)
-    return statistics.over(ranks).result(settings.epochs) | _log_center_quantiles(batch) | _critic_quality(batch)
+    return statistics.over(ranks).result(settings.epochs) | log_center_quantiles(batch) | _critic_quality(batch)
 
 
 def _losses(
@@ -281,8 +276,16 @@ def _merge(parts: list[dict[str, Tensor]]) -> dict[str, float]:
     return merged
 
 
-def _log_center_quantiles(batch: Batch) -> dict[str, float]:
-    """Quantiles of log c = log π_old - log π_B over replayed tokens: how far B has gone from A."""
+def log_center_quantiles(batch: Batch) -> dict[str, float]:
+    """Quantiles (`LOG_CENTER_QUANTILES`) of log c = log π_old - log π_B over replayed tokens, in nats: how far agent B,
+    which sampled them, has gone from A.
+
+    Args:
+        batch: complete after `prepare`, so that the old log-probs of replayed tokens are those before the update.
+
+    Returns:
+        `replay/log_center_q05` and so on by their percentages; empty without replayed tokens.
+    """
     if not batch.is_replay.any():
         return {}
     log_center = (batch.old_logp - batch.behavior_logp)[batch.is_replay].cpu().numpy()

@@ -149,12 +149,12 @@ def demonstrations(env: BatchedEnv, policy: Policy, config: Config, count: int |
     tasks = env.tasks("train")
     chosen = [tasks[i] for i in rng.integers(len(tasks), size=count)]
     seeds = rng.integers(2**31, size=count).tolist()
-    return rollout(
-        env,
-        ScriptedEngine(expert, policy, config.rollout, settings.expert_rate, rng),
-        make_layout(config.env.layout, policy, env),
-        chosen,
-        seeds,
-        group_size=1,
-        history_length=config.env.history_length,
-    )
+    engine = ScriptedEngine(expert, policy, config.rollout, settings.expert_rate, rng)
+    layout = make_layout(config.env.layout, policy, env)
+    played: list[Trajectory] = []
+    for start in range(0, count, size := env.episodes_at_once or count):
+        part = slice(start, start + size)
+        played += rollout(
+            env, engine, layout, chosen[part], seeds[part], group_size=1, history_length=config.env.history_length
+        )
+    return played

@@ -207,6 +207,7 @@ def linear_policy_loss(
     vocab_group: ProcessGroup | None = None,
     vocab_start: int | None = None,
     exact_stats: bool = False,
+    parts: Tensor | None = None,
     full_precision_weight_grad: bool = True,
     chunk_rows: int | None = None,
     validate: bool | None = None,
@@ -228,6 +229,9 @@ def linear_policy_loss(
         with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
         exact_stats: compute statistics over all unmasked rows. False: rows that need no matmul are left out of them
             (num_tokens counts them all the same).
+        parts: bool [P, N] or [P, B, L], e.g. which rows are on-policy and which are replayed: statistics are then [P],
+            over the unmasked rows of each part. A part consists of whole segments where rows share a ratio. The loss is
+            over all rows whatever the parts are, and its gradients are made and held once.
         full_precision_weight_grad: sum the weight's gradient over chunks in float32 rather than in the weight's dtype
             (on the CPU, where everything is computed in float32, it always is).
         chunk_rows: rows whose logits exist at once, at most; None: 256 on the CPU, 2048 elsewhere, or up to a quarter
@@ -240,6 +244,8 @@ def linear_policy_loss(
         weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
     )
     checks.chunk_rows(chunk_rows)
+    if parts is not None:
+        parts = _parts(parts, targets)
     partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
     inputs, operands = _fused_operands(targets, flat.dtype, advantages, normalizer, ignore_index, *partners)
     graph = torch.is_grad_enabled()
@@ -254,13 +260,24 @@ def linear_policy_loss(
         *inputs.settings().values(),
         with_entropy,
         exact_stats,
+        parts,
         validate,
         *wanted,
         full_precision_weight_grad,
         chunk_rows,
         backend,
     )
-    return loss, dict(zip(STATS, stats.unbind(), strict=True))
+    return loss, dict(zip(STATS, stats.unbind(-1), strict=True))
+
+
+def _parts(parts: Tensor, targets: Tensor) -> Tensor:
+    """The checked parts as bool [P, N]."""
+    if parts.dtype != torch.bool:
+        raise TypeError(f"parts must be a bool tensor, got {parts.dtype}")
+    if parts.dim() != targets.dim() + 1 or parts.shape[1:] != targets.shape:
+        raise ValueError(f"parts must be [P, {', '.join(map(str, targets.shape))}], got {list(parts.shape)}")
+    checks.same_device("parts", parts, targets.device, "targets")
+    return parts.flatten(1)
 
 
 def _fused_operands(

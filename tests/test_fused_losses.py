@@ -147,6 +147,39 @@ def test_linear_policy_loss(place, problem, chunk_rows, exact_stats):
             assert_close(name, stats[name], stats_64[name], rtol=1e-3, atol=1e-4 * size)
 
 
+@given(problem=problems(), exact_stats=st.booleans(), seed=st.integers(0, 99))
+def test_statistics_of_parts(place, problem, exact_stats, seed):
+    """Those of a part are those of a call with its rows only; loss and gradients are those without parts."""
+    device, backend = place
+    if close_decisions(problem):
+        return
+    segments, targets = problem["segments"], problem["targets"]
+    pieces = segments.token_set if problem["config"].ratio_level == "set" else segments.token_sequence
+    choice = torch.randint(3, (len(targets) + 1,), generator=torch.Generator().manual_seed(seed))[pieces]
+    parts = torch.stack([choice == 0, choice == 1])  # rows of the third belong to no part
+    partners = dict(problem["partners"])
+    mask = partners.pop("mask")
+
+    def results(mask, **given):
+        leaves = [None if x is None else leaf(x, device) for x in map(problem.get, ("hidden", "weight", "bias"))]
+        loss, stats = linear_policy_loss(
+            leaves[0], leaves[1], targets.to(device), problem["advantages"].to(device), bias=leaves[2],
+            **on(device, partners), mask=mask.to(device), segments=on(device, segments), config=problem["config"],
+            **problem["transform"], exact_stats=exact_stats, with_entropy=True, chunk_rows=3, backend=backend, **given,
+        )  # fmt: skip
+        loss.backward()
+        return loss, stats, [x.grad for x in leaves if x is not None]
+
+    loss, stats, grads = results(mask, parts=parts.to(device))
+    whole_loss, _, whole_grads = results(mask)
+    assert torch.equal(loss, whole_loss)
+    assert all(torch.equal(a, b) for a, b in zip(grads, whole_grads, strict=True))
+    for i, part in enumerate(parts):
+        _, alone, _ = results(mask & part)
+        for name in STATS:
+            assert_close(name, stats[name][i], alone[name], rtol=1e-5, atol=1e-6)
+
+
 @given(problem=problems(), inplace=st.booleans(), padded=st.booleans())
 def test_logits_policy_loss(place, problem, inplace, padded):
     device, backend = place
@@ -411,6 +444,8 @@ def test_results_are_bit_identical_run_to_run(place):
         ({"targets": torch.zeros(3, dtype=torch.int64)}, ValueError, "targets must have the shape of hidden without"),
         ({"targets": torch.full((4,), 5)}, ValueError, r"targets must lie in 0 .. 4 .*, got 5 at flat position 0"),
         ({"advantages": torch.zeros(3)}, ValueError, r"advantages must be \[4\] \(token\), got \[3\]"),
+        ({"parts": torch.zeros(1, 4)}, TypeError, "parts must be a bool tensor, got torch.float32"),
+        ({"parts": torch.zeros(4, dtype=torch.bool)}, ValueError, r"parts must be \[P, 4\], got \[4\]"),
         ({"chunk_rows": 0}, ValueError, "chunk_rows must be a positive int or None, got 0"),
         ({"valid_vocab": 6}, ValueError, "valid_vocab must be an int in 1 .. V = 5, got 6"),
         ({"config": "gspo"}, TypeError, "config must be a PolicyLossConfig, got str"),

@@ -97,7 +97,8 @@ def test_opcheck_fused_losses(place):
     bias = torch.randn(9, device=device, requires_grad=True)
     wanted = (True, True, True, True, 4, backend)
     rows = (targets.flatten(), *rows[1:])
-    torch.library.opcheck(ops.linear_policy_loss, (hidden, weight, bias, *rows, False, None, *wanted))
+    for parts in (None, torch.rand(2, 6, device=device) < 0.5):
+        torch.library.opcheck(ops.linear_policy_loss, (hidden, weight, bias, *rows, False, parts, None, *wanted))
     head = (hidden, weight, bias, targets.flatten(), None)
     torch.library.opcheck(ops.linear_token_logprobs, (*head, *transform, True, True, None, 4, backend))
     with torch.no_grad():

@@ -79,6 +79,8 @@ def test_flags_are_converted_to_the_fields_types() -> None:
         ("rewards.train=dense", r"rewards\.train must be 'outcome' with method='rspo'"),
         ("swap.alpha=0.97", r"leaves no on-policy task"),
         ("policy.fused=maybe", r"policy\.fused must be one of 'auto', 'on', 'off', got 'maybe'"),
+        ("policy.device=gpu", r"policy\.device must be 'cpu', 'cuda', 'cuda:N' .*, got 'gpu'"),
+        ("policy.device=cuda:first", r"policy\.device must be 'cpu', 'cuda', 'cuda:N' .*, got 'cuda:first'"),
         ("policy.chat=template", r"policy\.chat must be one of 'auto', 'on', 'off', got 'template'"),
         ("alpha", r"--set takes section\.field=value"),
     ],

@@ -16,7 +16,7 @@ from rspo.config_io import apply_flags
 from rspo.critic import value_loss
 from rspo.models import Policy, score
 from rspo.timing import PhaseTimer
-from rspo.update import update
+from rspo.update import Mixture, update
 from rspo_kernels import PolicyLossConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +97,30 @@ def test_full_logits_are_never_made(fused: str) -> None:
     most = max(int(np.prod(shape[:-1])) for shape in seen)
     assert (most <= 320 and not calls) == (fused == "on"), most
     assert (most >= batch.num_tokens and len(calls) == 1) == (fused == "off"), most
+
+
+def test_both_parts_of_the_mixture_share_one_gradient_of_the_head() -> None:
+    """[V, H] in float32 is the largest tensor of a short micro-batch: it is held once."""
+    config, policy = settings(), tiny_model_policy("qwen2")
+    batch = prepared(policy, config, talks())
+    assert 0 < int(batch.is_replay.sum()) < batch.num_tokens
+    mixture = Mixture.of(batch, config.loss, ALPHA, pooled=False)
+    head = policy.model.get_output_embeddings().weight
+    held: set[int] = set()
+
+    def note(saved: torch.Tensor) -> torch.Tensor:
+        if saved.shape == head.shape and saved.data_ptr() != head.data_ptr():
+            held.add(saved.data_ptr())
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        loss, stats = policy.module(batch, lambda predictions: mixture.loss(predictions, TEMPERATURE, config.loss))
+    assert len(held) == 1
+    assert stats["replay"]["num_tokens"] + stats["on_policy"]["num_tokens"] == batch.num_tokens
+    loss.backward()
+    assert_gradients_close(
+        {"lm_head.weight": head.grad}, {"lm_head.weight": plain(policy, config, batch)[1]["lm_head.weight"]}
+    )
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_body_all_of_its_own() -> None:

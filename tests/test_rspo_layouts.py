@@ -21,6 +21,7 @@ from rspo.envs.household import HouseholdEnv
 from rspo.layouts import make_layout
 from rspo.models import Policy, score
 from rspo.rollout import rollout
+from rspo.texts import Texts
 from rspo.trajectory import Trajectory
 from rspo.warmup import demonstrations
 
@@ -30,11 +31,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def sampled(policy: Policy, env: BatchedEnv, layout: str, tasks: int = 4) -> list[Trajectory]:
+def sampled(
+    policy: Policy, env: BatchedEnv, layout: str, tasks: int = 4, texts: Texts | None = None
+) -> list[Trajectory]:
     config = RolloutConfig(max_response_tokens=3, max_prompt_tokens=400)
     engine = TransformersEngine(policy, config, torch.Generator().manual_seed(0))
     chosen = [env.tasks()[i] for i in range(tasks)]
-    return rollout(env, engine, make_layout(layout, policy, env), chosen, range(tasks), group_size=2, history_length=2)
+    made = make_layout(layout, texts or policy, env)
+    return rollout(env, engine, made, chosen, range(tasks), group_size=2, history_length=2)
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +204,17 @@ def test_chat_templates_close_a_response_once(policy: Policy) -> None:
         [{"role": role, "content": content} for role, content in messages], add_generation_prompt=True, tokenize=False
     )
     assert chat.tokenizer(whole, add_special_tokens=False)["input_ids"] == cut
+
+
+@pytest.mark.parametrize("layout", ["per_turn", "conversation"])
+def test_a_layout_needs_no_model(policy: Policy, layout: str) -> None:
+    chat = chatting(policy)
+    whole = sampled(chat, ParityEnv(), layout)
+    without = sampled(chat, ParityEnv(), layout, texts=Texts(chat.tokenizer))
+    read = [
+        [turn.prompt_ids.tolist() for trajectory in played for turn in trajectory.turns] for played in (whole, without)
+    ]
+    assert read[0] == read[1]
 
 
 def test_white_space_before_the_end_of_a_message_is_no_second_end(policy: Policy) -> None:

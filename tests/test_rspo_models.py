@@ -250,6 +250,11 @@ def test_flash_attention_is_refused_where_it_cannot_run(tmp_path: Path, monkeypa
         load(tmp_path, attention="flash_attention_2", device="cuda", dtype="bfloat16")
 
 
+def test_a_device_that_is_not_here_is_said_before_a_model_is_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"policy\.device='cuda:99' cannot be used here"):
+        load(tmp_path, device="cuda:99")
+
+
 def test_capped_attention_is_not_left_to_sdpa(tmp_path: Path) -> None:
     saved(tmp_path, tiny_model("gemma2"))
     with pytest.raises(ConfigError, match=r"policy\.attention must be 'eager' or 'flash_attention_2' .* 'gemma2'"):

@@ -250,7 +250,7 @@ def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.Captu
         (["env.name=nowhere.to_be_found:Env"], "env.name='nowhere.to_be_found:Env'"),
         (["env.options={max_turns: 0}"], "max_turns"),
         (["env.options={max_turn: 5}"], "unknown option 'max_turn'; the environment takes max_turns"),
-        (["policy.device=meteor"], "policy.device='meteor' cannot be used"),
+        (["policy.device=cuda:99"], "policy.device='cuda:99' cannot be used"),
         (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
         (["policy.attention=flash_attention_2"], "needs policy.dtype 'bfloat16' or 'float16', got 'float32'"),
         (["policy.device=cuda:1", "parallel.processes=2"], "policy.device='cuda:1' is one device, but parallel.proces"),

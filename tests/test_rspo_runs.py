@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -454,6 +455,20 @@ def test_demonstrations_mix_expert_and_random_steps(household: HouseholdEnv) -> 
     longer = demonstrations(household, policy, small_config(*WARM, "rollout.max_response_tokens=3"))
     (eos,) = policy.eos_token_ids
     assert {int(turn.response_ids[-1]) for t in longer for turn in t.turns} == {eos}
+
+
+def test_demonstrations_heed_what_a_machine_should_hold() -> None:
+    started: list[int] = []
+
+    class CostlyEnv(HouseholdEnv):
+        episodes_at_once = 16
+
+        def reset(self, tasks: Sequence[Any], seeds: Sequence[int]) -> tuple[list[str], list[dict[str, Any]]]:
+            started.append(len(tasks))
+            return super().reset(tasks, seeds)
+
+    played = demonstrations(CostlyEnv(), small_policy(), small_config(*WARM))
+    assert (len(played), started) == (40, [16, 16, 8])
 
 
 def test_warm_up_is_deterministic_and_measures_its_band(household: HouseholdEnv) -> None:

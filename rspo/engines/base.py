@@ -13,6 +13,7 @@ import torch
 
 from ..config import ConfigError, RolloutConfig
 from ..models import Policy
+from ..texts import Texts
 
 
 class EngineError(RuntimeError):
@@ -62,11 +63,35 @@ class Backend(ABC):
         """Give back what it holds."""
 
 
-def check_prompts(prompts: Sequence[np.ndarray], policy: Policy, config: RolloutConfig) -> None:
+class PolicyEngine:
+    """What engines that sample as a policy does have in common.
+
+    Args:
+        policy: who acts.
+        config: lengths. A prompt longer than `max_prompt_tokens` is an error, it is never cut.
+        generator: source of randomness, on the policy's device.
+        temperature: of sampling and of the log-probs, instead of the configuration's.
+    """
+
+    def __init__(
+        self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
+    ) -> None:
+        self.policy = policy
+        self.config = config
+        self.generator = generator
+        self.temperature = config.temperature if temperature is None else temperature
+
+    def seeds(self, count: int) -> list[int]:
+        """Seeds for so many requests."""
+        device = self.generator.device
+        return torch.randint(2**31 - 1, (count,), generator=self.generator, device=device).tolist()
+
+
+def check_prompts(prompts: Sequence[np.ndarray], texts: Texts, config: RolloutConfig) -> None:
     """Raises ConfigError for a prompt that is empty or too long: it is never cut."""
     for ids in prompts:
         if not 0 < len(ids) <= config.max_prompt_tokens:
             raise ConfigError(
                 f"a prompt has {len(ids)} tokens, rollout.max_prompt_tokens={config.max_prompt_tokens} allows"
-                f" 1 to that many: {policy.decode([ids])[0][:80]!r}"
+                f" 1 to that many: {texts.decode([ids])[0][:80]!r}"
             )

@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch
 
 from ..config import Config, ConfigError, EngineConfig, RolloutConfig
 from ..models import Policy
-from .base import Backend, EngineError, Generation, check_prompts
+from .base import Backend, EngineError, Generation, PolicyEngine, check_prompts
 from .servers import SERVERS, Answer, Sampling
 from .weight_push import PUSHES, WeightPush
 
@@ -52,28 +53,17 @@ class OpenAIBackend(Backend):
         self.settings = settings
         self.client = _client(settings)
         self.model = _served_model(self.client, settings)
-        self.push = self._make_push(folder)
-        self._held: int | None = None  # version of the weights that the server was given
-
-    def _make_push(self, folder: Path | None) -> WeightPush | None:
-        if self.settings.push_weights == "off":
-            return None
-        place = folder / "engine" if folder is not None else None
-        if self.settings.push_folder is not None:
-            place = Path(self.settings.push_folder)
-        return PUSHES[self.settings.push_weights](self._post, place)
+        self.weights: WeightPush | None = None
+        if settings.push_weights != "off":
+            self.weights = WeightPush(partial(PUSHES[settings.push_weights], self._post), settings, folder)
 
     @contextmanager
     def engine(
         self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
     ) -> Iterator[OpenAIEngine]:
-        if self.push is not None and self._held != policy.version:
-            self._held = None
-            self.push.push(policy)
-            self._held = policy.version
-        engine = OpenAIEngine(
-            self, policy, config, generator, config.temperature if temperature is None else temperature
-        )
+        if self.weights is not None:
+            self.weights.push(policy)
+        engine = OpenAIEngine(self, policy, config, generator, temperature)
         yield engine
         share = engine.retokenized / max(engine.answers, 1)
         if share > RETOKENIZED:
@@ -121,15 +111,10 @@ class OpenAIBackend(Backend):
         self.client.close()
 
 
-class OpenAIEngine:
-    """An engine on a server.
+class OpenAIEngine(PolicyEngine):
+    """An engine on a server; the policy's tokenizer makes texts of ids, and ids of texts.
 
-    Args:
-        backend: the server, which holds the policy's weights or is meant to have others.
-        policy: its tokenizer makes texts of ids, and ids of texts.
-        config: lengths. A prompt longer than `max_prompt_tokens` is an error, it is never cut.
-        generator: source of the requests' seeds.
-        temperature: of sampling, instead of the configuration's.
+    backend: the server, which holds the policy's weights or is meant to have others.
     """
 
     def __init__(
@@ -140,12 +125,9 @@ class OpenAIEngine:
         generator: torch.Generator,
         temperature: float | None = None,
     ) -> None:
+        super().__init__(policy, config, generator, temperature)
         self.backend = backend
         self.server = SERVERS[backend.settings.server]
-        self.policy = policy
-        self.config = config
-        self.generator = generator
-        self.temperature = config.temperature if temperature is None else temperature
         self.answers = 0
         self.retokenized = 0
 
@@ -153,13 +135,11 @@ class OpenAIEngine:
         """One response for each prompt. Raises ConfigError for a prompt that is empty, too long, or that the server
         cannot be given; EngineError where the server fails."""
         check_prompts(prompts, self.policy, self.config)
-        device = self.generator.device
-        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=self.generator, device=device).tolist()
         limit = self.config.max_response_tokens
         # Tokenizers are not made for threads: texts are made before requests, and of answers after them.
         requests = [
             self.server.request(self.policy, prompt, Sampling(self.temperature, limit, seed))
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            for prompt, seed in zip(prompts, self.seeds(len(prompts)), strict=True)
         ]
         answers = [self._read(answer) for answer in self._ask_all(requests)]
         self.answers += len(answers)

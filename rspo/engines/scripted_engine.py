@@ -10,7 +10,7 @@ import numpy as np
 from ..config import ConfigError, RolloutConfig
 from ..envs.base import BatchedEnv
 from ..envs.workers import WorkerEnv
-from ..models import Policy
+from ..texts import Texts
 from .base import Generation
 
 
@@ -47,17 +47,17 @@ class ScriptedEngine:
 
     Args:
         env: the environment of the episodes under way.
-        policy: its tokenizer cuts the responses.
+        texts: whose tokenizer cuts the responses.
         config: `max_response_tokens`.
         expert_rate: probability that a step is the expert's; otherwise it is random.
         rng: source of randomness.
     """
 
     def __init__(
-        self, env: Scripted, policy: Policy, config: RolloutConfig, expert_rate: float, rng: np.random.Generator
+        self, env: Scripted, texts: Texts, config: RolloutConfig, expert_rate: float, rng: np.random.Generator
     ) -> None:
         self.env = env
-        self.policy = policy
+        self.texts = texts
         self.config = config
         self.expert_rate = expert_rate
         self.rng = rng
@@ -71,7 +71,7 @@ class ScriptedEngine:
         if len(acting) != len(prompts):
             raise RuntimeError(f"{len(prompts)} episodes run, but the expert has an action for {len(acting)}")
         texts = [self.env.render_action(expert[i] if take_expert[i] else random[i]) for i in acting]
-        responses = [self._ended(response) for response in self.policy.encode_responses(texts)]
+        responses = [self._ended(response) for response in self.texts.encode_responses(texts)]
         return [
             Generation(text, response, np.zeros(len(response), dtype=np.float32))
             for text, response in zip(texts, responses, strict=True)
@@ -79,7 +79,7 @@ class ScriptedEngine:
 
     def _ended(self, response: np.ndarray) -> np.ndarray:
         """A response with its end-of-sequence token, where the length limit leaves room for one."""
-        end = self.policy.eos_token_ids[:1]
+        end = self.texts.eos_token_ids[:1]
         return (
             response if len(response) >= self.config.max_response_tokens else np.append(response, end).astype(np.int64)
         )

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError
-from ..models import SAID, Policy
+from ..texts import SAID, Texts
 from .base import EngineError
 
 
@@ -48,12 +48,12 @@ class Server(ABC):
     is_chat = False
 
     @abstractmethod
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
         """Arguments of the client's `completions.create` (or, `is_chat`, `chat.completions.create`) for a prompt,
         int64 [P]. Raises ConfigError for a prompt that the server cannot be given."""
 
     @abstractmethod
-    def read(self, policy: Policy, answer: dict[str, Any]) -> Answer:
+    def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         """What the server has drawn, of its answer as plain values. May raise EngineError, KeyError, TypeError."""
 
 
@@ -71,17 +71,17 @@ class VLLMServer(Server):
     """vLLM: token ids both ways. Log-probs are at the request's temperature where the server was started with
     `--logprobs-mode processed_logprobs`, else at temperature 1."""
 
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
         extra = {
             "top_k": 0,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": list(policy.eos_token_ids),
+            "stop_token_ids": list(texts.eos_token_ids),
             "return_token_ids": True,
         }
         return {**_common(sampling), "prompt": prompt.tolist(), "logprobs": 0, "extra_body": extra}
 
-    def read(self, policy: Policy, answer: dict[str, Any]) -> Answer:
+    def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         choice = answer["choices"][0]
         return _checked(choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
@@ -89,11 +89,11 @@ class VLLMServer(Server):
 class LlamaCppServer(Server):
     """llama.cpp's llama-server: token ids both ways. Log-probs are at temperature 1 whatever the request's is."""
 
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
         extra = {"top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "samplers": ["temperature"]}
         return {**_common(sampling), "prompt": prompt.tolist(), "logprobs": 1, "extra_body": extra}
 
-    def read(self, policy: Policy, answer: dict[str, Any]) -> Answer:
+    def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         drawn = answer["choices"][0]["logprobs"]["content"]
         return _checked([token["id"] for token in drawn], [token["logprob"] for token in drawn])
 
@@ -101,28 +101,28 @@ class LlamaCppServer(Server):
 class CompletionsServer(Server):
     """Any other server with /v1/completions: token ids are sent, text comes back."""
 
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
         return {**_common(sampling), "prompt": prompt.tolist()}
 
-    def read(self, policy: Policy, answer: dict[str, Any]) -> Answer:
+    def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         choice = answer["choices"][0]
-        return _retokenized(policy, choice["text"], choice["finish_reason"], answer.get("usage"))
+        return _retokenized(texts, choice["text"], choice["finish_reason"], answer.get("usage"))
 
 
 class TransformersServer(CompletionsServer):
     """`transformers serve`: text both ways."""
 
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
         # Replaces the model's own settings, so that whatever is not named here is transformers' default.
         generation = {
             "do_sample": True,
             "top_k": 0,
             "max_new_tokens": sampling.max_tokens,
-            "eos_token_id": list(policy.eos_token_ids),
-            "pad_token_id": policy.eos_token_ids[0] if policy.eos_token_ids else None,
+            "eos_token_id": list(texts.eos_token_ids),
+            "pad_token_id": texts.eos_token_ids[0] if texts.eos_token_ids else None,
         }
         extra = {"generation_config": json.dumps(generation)}
-        return {**_common(sampling), "prompt": prompt_text(policy, prompt), "extra_body": extra}
+        return {**_common(sampling), "prompt": prompt_text(texts, prompt), "extra_body": extra}
 
 
 class ChatServer(Server):
@@ -131,12 +131,12 @@ class ChatServer(Server):
 
     is_chat = True
 
-    def request(self, policy: Policy, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
-        return {**_common(sampling), "messages": [{"role": "user", "content": user_message(policy, prompt)}]}
+    def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
+        return {**_common(sampling), "messages": [{"role": "user", "content": user_message(texts, prompt)}]}
 
-    def read(self, policy: Policy, answer: dict[str, Any]) -> Answer:
+    def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         choice = answer["choices"][0]
-        return _retokenized(policy, choice["message"]["content"] or "", choice["finish_reason"])
+        return _retokenized(texts, choice["message"]["content"] or "", choice["finish_reason"])
 
 
 SERVERS: dict[str, Server] = {
@@ -148,12 +148,12 @@ SERVERS: dict[str, Server] = {
 }
 
 
-def prompt_text(policy: Policy, prompt: np.ndarray) -> str:
+def prompt_text(texts: Texts, prompt: np.ndarray) -> str:
     """The text of which the policy's tokenizer, special tokens included, makes just these ids int64 [P].
 
     Raises ConfigError where there is none.
     """
-    tokenizer = policy.tokenizer
+    tokenizer = texts.tokenizer
     # A tokenizer that begins every text with a special token would otherwise put it there twice.
     for ids in (prompt, prompt[1:]):
         text = str(tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
@@ -165,15 +165,15 @@ def prompt_text(policy: Policy, prompt: np.ndarray) -> str:
     )
 
 
-def user_message(policy: Policy, prompt: np.ndarray) -> str:
+def user_message(texts: Texts, prompt: np.ndarray) -> str:
     """The user's message that a prompt int64 [P] consists of. Raises ConfigError for any other prompt."""
-    text = str(policy.tokenizer.decode(prompt.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    if policy.tokenizer.chat_template is None:
+    text = str(texts.tokenizer.decode(prompt.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    if texts.tokenizer.chat_template is None:
         return text
-    (frame,) = policy.encode([SAID])
-    before, _, after = str(policy.tokenizer.decode(frame.tolist(), clean_up_tokenization_spaces=False)).partition(SAID)
+    (frame,) = texts.encode([SAID])
+    before, _, after = str(texts.tokenizer.decode(frame.tolist(), clean_up_tokenization_spaces=False)).partition(SAID)
     message = text.removeprefix(before).removesuffix(after)
-    if len(message) != len(text) - len(before) - len(after) or not np.array_equal(policy.encode([message])[0], prompt):
+    if len(message) != len(text) - len(before) - len(after) or not np.array_equal(texts.encode([message])[0], prompt):
         raise ConfigError(
             f"engine.server='chat' needs prompts that are one message of a user (env.layout='per_turn'), got {text!r}"
         )
@@ -188,11 +188,11 @@ def _checked(ids: Any, logp: Any) -> Answer:
     return answer
 
 
-def _retokenized(policy: Policy, text: str, finish_reason: str, usage: dict[str, Any] | None = None) -> Answer:
+def _retokenized(texts: Texts, text: str, finish_reason: str, usage: dict[str, Any] | None = None) -> Answer:
     """The ids of a text as the policy's tokenizer cuts it, with the end that the server has drawn but does not show."""
-    (ids,) = policy.encode_responses([text])
+    (ids,) = texts.encode_responses([text])
     if finish_reason == "stop" or not len(ids):
-        ids = np.append(ids, policy.eos_token_ids[:1]).astype(np.int64)
+        ids = np.append(ids, texts.eos_token_ids[:1]).astype(np.int64)
     if not len(ids):
         raise EngineError("expected a response, got an empty text, and the policy has no token for its end")
     drawn = (usage or {}).get("completion_tokens")

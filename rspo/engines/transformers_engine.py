@@ -20,26 +20,16 @@ from rspo_kernels import token_logprobs
 
 from ..config import RolloutConfig
 from ..models import Policy
-from .base import Backend, Generation, check_prompts
+from .base import Backend, Generation, PolicyEngine, check_prompts
 
 
-class TransformersEngine:
-    """An engine on a policy's own weights.
-
-    Args:
-        policy: whose model generates.
-        config: lengths and batch size. A prompt longer than `max_prompt_tokens` is an error, it is never cut.
-        generator: source of randomness, on the policy's device.
-        temperature: of sampling and of the log-probs, instead of the configuration's.
-    """
+class TransformersEngine(PolicyEngine):
+    """An engine on a policy's own weights. Of the configuration it takes the batch size too."""
 
     def __init__(
         self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
     ) -> None:
-        self.policy = policy
-        self.config = config
-        self.generator = generator
-        self.temperature = config.temperature if temperature is None else temperature
+        super().__init__(policy, config, generator, temperature)
         self._eos = torch.tensor(policy.eos_token_ids, dtype=torch.int64, device=policy.device)
 
     def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:

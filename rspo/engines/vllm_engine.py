@@ -20,8 +20,8 @@ import torch
 
 from ..config import Config, ConfigError, RolloutConfig
 from ..models import Policy
-from .base import Backend, EngineError, Generation, check_prompts
-from .weight_push import written
+from .base import Backend, EngineError, Generation, PolicyEngine, check_prompts
+from .weight_push import WeightPush
 
 
 class VLLMBackend(Backend):
@@ -47,41 +47,31 @@ class VLLMBackend(Backend):
                 f" {gpus} are here"
             )
         self.config = config
-        self.folder = folder / "engine" if folder is not None else None
-        if config.engine.push_folder is not None:
-            self.folder = Path(config.engine.push_folder)
+        self.weights = WeightPush(self._load, config.engine, folder)
         self.llm: Any = None
-        self._held: int | None = None  # version of the weights that vLLM has
         self._sleeps = False
 
     @contextmanager
     def engine(
         self, policy: Policy, config: RolloutConfig, generator: torch.Generator, temperature: float | None = None
     ) -> Iterator[VLLMEngine]:
-        self._wake_with(policy)
+        if self._sleeps:
+            self.llm.wake_up()
+            self._sleeps = False
+        self.weights.push(policy)
         try:
-            yield VLLMEngine(
-                self, policy, config, generator, config.temperature if temperature is None else temperature
-            )
+            yield VLLMEngine(self, policy, config, generator, temperature)
         finally:
             if self.config.engine.sleep:
                 self.llm.sleep(level=1)
                 self._sleeps = True
 
-    def _wake_with(self, policy: Policy) -> None:
-        if self._sleeps:
-            self.llm.wake_up()
-            self._sleeps = False
-        if self._held == policy.version:
-            return
-        self._held = None
-        with written(policy, self.folder) as path:
-            if self.llm is None:
-                self.llm = self._start(path)
-            else:
-                self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-                self.llm.reset_prefix_cache()
-        self._held = policy.version
+    def _load(self, path: Path) -> None:
+        if self.llm is None:
+            self.llm = self._start(path)
+        else:
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+            self.llm.reset_prefix_cache()
 
     def _start(self, path: Path) -> Any:
         settings, rollout = self.config.engine, self.config.rollout
@@ -103,15 +93,10 @@ class VLLMBackend(Backend):
         self.llm = None
 
 
-class VLLMEngine:
-    """An engine on vLLM with a policy's weights.
+class VLLMEngine(PolicyEngine):
+    """An engine on vLLM with a policy's weights; the policy's tokenizer reads the responses.
 
-    Args:
-        backend: vLLM, awake.
-        policy: its tokenizer reads the responses.
-        config: lengths. A prompt longer than `max_prompt_tokens` is an error, it is never cut.
-        generator: source of the requests' seeds.
-        temperature: of sampling and of the log-probs, instead of the configuration's.
+    backend: vLLM, awake.
     """
 
     def __init__(
@@ -122,17 +107,12 @@ class VLLMEngine:
         generator: torch.Generator,
         temperature: float | None = None,
     ) -> None:
+        super().__init__(policy, config, generator, temperature)
         self.backend = backend
-        self.policy = policy
-        self.config = config
-        self.generator = generator
-        self.temperature = config.temperature if temperature is None else temperature
 
     def generate(self, prompts: Sequence[np.ndarray]) -> list[Generation]:
         """One response for each prompt. Raises ConfigError for a prompt that is empty or too long."""
         check_prompts(prompts, self.policy, self.config)
-        device = self.generator.device
-        seeds = torch.randint(2**31 - 1, (len(prompts),), generator=self.generator, device=device).tolist()
         sampling = [
             self.backend.vllm.SamplingParams(
                 temperature=self.temperature,
@@ -145,7 +125,7 @@ class VLLMEngine:
                 detokenize=False,
                 seed=seed,
             )
-            for seed in seeds
+            for seed in self.seeds(len(prompts))
         ]
         asked = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
         outputs = self.backend.llm.generate(asked, sampling, use_tqdm=False)

@@ -7,13 +7,13 @@ It costs one write and one read of the weights, a second or a few for 1.5 billio
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ..config import EngineConfig
 from ..models import Policy
 from .base import EngineError
 
@@ -33,44 +33,47 @@ def written(policy: Policy, folder: Path | None) -> Iterator[Path]:
         yield path
 
 
-class WeightPush(ABC):
-    """Makes a server read weights.
+class WeightPush:
+    """Whose weights an engine holds, and how it gets those of the agent that acts.
 
     Args:
-        post: sends to the server.
-        folder: for the weights; the server sees it under the same path. None: the system's temporary folder.
+        load: makes the engine read a model folder.
+        settings: `push_folder` is where the weights are written; the engine sees it under the same path.
+        folder: of the run, which has a folder for the weights where `push_folder` names none. None: the system's
+            temporary folder.
     """
 
-    def __init__(self, post: Post, folder: Path | None) -> None:
-        self.post = post
-        self.folder = folder
+    def __init__(self, load: Callable[[Path], None], settings: EngineConfig, folder: Path | None) -> None:
+        self.load = load
+        self.folder = folder / "engine" if folder is not None else None
+        if settings.push_folder is not None:
+            self.folder = Path(settings.push_folder)
+        self._held: int | None = None  # version of the weights that the engine has
 
     def push(self, policy: Policy) -> None:
-        """Give the server a policy's weights. Raises EngineError where it does not take them."""
+        """Give the engine a policy's weights, unless it has them. Raises what `load` does."""
+        if self._held == policy.version:
+            return
+        self._held = None
         with written(policy, self.folder) as path:
             self.load(path)
-
-    @abstractmethod
-    def load(self, path: Path) -> None:
-        """Make the server read a model folder."""
+        self._held = policy.version
 
 
-class VLLMPush(WeightPush):
+def load_vllm(post: Post, path: Path) -> None:
     """A vLLM server with VLLM_SERVER_DEV_MODE=1: all of its workers call `reload_weights`, then what they remember of
     earlier prompts is dropped."""
-
-    def load(self, path: Path) -> None:
-        self.post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
-        self.post("reset_prefix_cache", {})
+    post("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+    post("reset_prefix_cache", {})
 
 
-class SGLangPush(WeightPush):
-    """An SGLang server: /update_weights_from_disk, which also drops what is remembered of earlier prompts."""
+def load_sglang(post: Post, path: Path) -> None:
+    """An SGLang server: /update_weights_from_disk, which also drops what is remembered of earlier prompts. Raises
+    EngineError where it does not take the weights."""
+    answer = post("update_weights_from_disk", {"model_path": str(path), "flush_cache": True})
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        raise EngineError(f"SGLang has not taken the weights in {path}: {answer}")
 
-    def load(self, path: Path) -> None:
-        answer = self.post("update_weights_from_disk", {"model_path": str(path), "flush_cache": True})
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            raise EngineError(f"SGLang has not taken the weights in {path}: {answer}")
 
-
-PUSHES: dict[str, type[WeightPush]] = {"vllm": VLLMPush, "sglang": SGLangPush}
+PUSHES: dict[str, Callable[[Post, Path], None]] = {"vllm": load_vllm, "sglang": load_sglang}
+"""What makes a server read a model folder, by `engine.push_weights`."""

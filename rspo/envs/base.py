@@ -62,6 +62,8 @@ class BatchedEnv(ABC):
     """
 
     max_turns: int
+    episodes_at_once: int | None = None
+    """Episodes of different tasks that a machine should hold at once, where each costs much; None: any number."""
     has_dense_reward: bool = False
     has_snapshots: bool = False
 

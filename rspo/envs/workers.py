@@ -179,6 +179,7 @@ class WorkerEnv(BatchedEnv):
         self.max_turns = self.local.max_turns
         self.has_dense_reward = self.local.has_dense_reward
         self.has_snapshots = self.local.has_snapshots
+        self.episodes_at_once = self.local.episodes_at_once
         self.timeout = timeout
         self.lost_episodes = 0
         """Episodes that were lost since this object was made."""

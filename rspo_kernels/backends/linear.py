@@ -202,10 +202,12 @@ def policy_loss(
     config: PolicyLossConfig,
     exact_stats: bool,
     with_entropy: bool,
+    parts: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Loss (0-d; the normalizer is in the weights) and statistics; adds the gradients to `grads`.
 
     partners: advantages, advantage_index, mask (required), weights (required), old_logp, behavior_logp, ref_logp.
+    parts: bool [P, N], whose statistics are wanted, [P, S]; None: those of all rows, [S].
     """
     advantages, index, mask, weights, *logps = partners
     assert advantages is not None
@@ -219,9 +221,15 @@ def policy_loss(
         rows_needed = needed_rows(mask, adv, weights, segments)
     want_gradient = grads.want_hidden or grads.want_weight or grads.want_bias
 
-    def loss_of(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
+    def loss_of(logp: Tensor, entropy: Tensor, rows: Tensor = rows_needed) -> tuple[Tensor, ...]:
         given = entropy if with_entropy else None
-        return impl.policy_loss_forward(logp, adv, None, rows_needed, weights, *logps, given, segments, config)
+        return impl.policy_loss_forward(logp, adv, None, rows, weights, *logps, given, segments, config)
+
+    def stats_of(stats: Tensor, logp: Tensor, entropy: Tensor) -> Tensor:
+        if parts is None:
+            return with_token_count(stats, mask)
+        each = [with_token_count(loss_of(logp, entropy, rows_needed & part)[3], mask & part) for part in parts]
+        return torch.stack(each) if each else stats.new_empty(0, len(STATS))
 
     if segments is not None or not want_gradient:
         # One ratio for many rows: all log-probs come before any gradient, and the logits of moved rows come twice.
@@ -230,7 +238,7 @@ def policy_loss(
         if want_gradient:
             upstream = (slope, entropy_slope if config.entropy_coef != 0 else None)
             token_logprobs_backward(impl, head, grads, upstream, targets, rows_needed, state, transform)
-        return loss, with_token_count(stats, mask)
+        return loss, stats_of(stats, *state[:2])
 
     dtype = compute_dtype(head.hidden.dtype)
     logp = head.hidden.new_zeros(targets.shape, dtype=dtype)
@@ -247,7 +255,7 @@ def policy_loss(
             entropy[rows] = chunk_entropy
         grads.add(rows, logits[0], hidden, moved)
     loss, _, _, stats = loss_of(logp, entropy)
-    return loss, with_token_count(stats, mask)
+    return loss, stats_of(stats, logp, entropy)
 
 
 def needed_rows(mask: Tensor, adv: Tensor, weights: Tensor, segments: RatioSegments | None) -> Tensor:

@@ -137,6 +137,8 @@ class AlfworldEnv(ExpertEnv):
 
     has_dense_reward = True
     has_snapshots = True
+    episodes_at_once = 64
+    """Each of another game takes a copy of the planner's library: 34 MB of the temporary folder, 9 MB of memory."""
     role = (
         "You act in a household through text commands. Things lie on or in furniture and appliances, of which you only"
         " see what you stand at; what is closed must be opened first. You carry one thing at a time.",

@@ -21,9 +21,9 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from ...engines.base import Generation
 from ...envs import BatchedEnv, make_env
 from ...layouts import make_layout
-from ...models import Policy
 from ...rollout import rollout
 from ...sections import ConfigError
+from ...texts import Texts
 from ...timing import PhaseTimer
 from ...trajectory import Trajectory
 
@@ -91,19 +91,6 @@ class EnvAgentLoop(AgentLoopBase):
             return Trajectory(task=str(row["task_index"]), group=0, index=0, truncated=True, lost=True)
         finally:
             pool.give_back(env)
-
-
-class Texts(Policy):
-    """A policy's prompts and texts without its model, which is verl's."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-        self.chat = True
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """The tokenizer's end of sequence."""
-        return () if self.tokenizer.eos_token_id is None else (int(self.tokenizer.eos_token_id),)
 
 
 class ServerEngine:

@@ -28,7 +28,7 @@ from ...replay import ReplayBuffer
 from ...rewards import RewardFunction, outcome_reward, relabel, training_rewards
 from ...timing import PhaseTimer
 from ...trajectory import Trajectory, intact
-from ...update import _log_center_quantiles
+from ...update import log_center_quantiles
 from .losses import actor_loss
 from .rows import Rows, loss_weights
 from .rows_trainer import RowsTrainer, count_minibatches
@@ -193,7 +193,7 @@ class RSPORayTrainer(RowsTrainer):
         weights = loss_weights(batch, settings.loss, alpha, settings.swap.mixture == "pooled", minibatches)
         with self.timer("update"):
             stats = self._train_rows(batch, rows, weights, minibatches, settings, self.random.minibatches)
-        return {**stats, "num_tokens": batch.num_tokens, **_log_center_quantiles(batch), **zero_advantages(batch)}
+        return {**stats, "num_tokens": batch.num_tokens, **log_center_quantiles(batch), **zero_advantages(batch)}
 
     def _prepare(self, batch: Batch, rows: Rows) -> Batch:
         """The batch with the log-probs that an update holds fixed: old ones of replayed tokens, which are the current

@@ -153,7 +153,7 @@ def _linear_policy_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (*partners, index, share, count), transform, config, rest = _split(arguments)
-    with_entropy, exact_stats, validate, *wanted, full_precision, chunk_rows, backend = rest
+    with_entropy, exact_stats, parts, validate, *wanted, full_precision, chunk_rows, backend = rest
     chosen = resolve(backend, hidden.device, hidden.dtype)
     if must_check_targets(validate, chosen):
         check_targets(targets, partners[2], transform)
@@ -162,7 +162,7 @@ def _linear_policy_loss(
         grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
         impl, segments = implementation(chosen, transform), ratio_segments(index, share, count)
         loss, stats = linear.policy_loss(
-            impl, head, grads, targets, tuple(partners), segments, transform, config, exact_stats, with_entropy
+            impl, head, grads, targets, tuple(partners), segments, transform, config, exact_stats, with_entropy, parts
         )
         vocab_parallel.add_up(grads.hidden, transform)
     return loss, stats, grads.hidden, grads.weight, grads.bias
@@ -173,8 +173,10 @@ def _linear_policy_loss_fake(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rest = _split(arguments)[3]
     dtype = compute_dtype(hidden.dtype)
-    loss, stats = hidden.new_empty((), dtype=dtype), hidden.new_empty(len(STATS), dtype=dtype)
-    return loss, stats, *_fake_gradients(hidden, weight, *rest[3:7])
+    parts = rest[2]
+    shape = (len(STATS),) if parts is None else (parts.shape[0], len(STATS))
+    loss, stats = hidden.new_empty((), dtype=dtype), hidden.new_empty(shape, dtype=dtype)
+    return loss, stats, *_fake_gradients(hidden, weight, *rest[4:8])
 
 
 def _linear_policy_loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -297,7 +299,8 @@ define(
 )
 define(
     "linear_policy_loss",
-    f"(Tensor hidden, Tensor weight, Tensor? bias, {_ROWS}, bool exact_stats, bool? validate, {_WANTED}) "
+    f"(Tensor hidden, Tensor weight, Tensor? bias, {_ROWS}, bool exact_stats, Tensor? parts, bool? validate, "
+    f"{_WANTED}) "
     "-> (Tensor loss, Tensor stats, Tensor grad_hidden, Tensor grad_weight, Tensor grad_bias)",
     _linear_policy_loss,
     _linear_policy_loss_fake,
