@@ -41,6 +41,8 @@ from .warmup import warm_up
 
 START = "start"
 """Under which a run's folder keeps the start policy, where `policy.path` does not name it."""
+START_MARK = "made_for_a_run"
+"""A file in that folder, by which it is told from a model that someone else put there."""
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
@@ -118,6 +120,7 @@ def start_policy(
             policy = given or fresh_start(config, env, progress=progress)
             with new_folder(cached) as partial:
                 policy.save(partial)
+                (partial / START_MARK).touch()
 
     ranks.from_main(make)
     if given is not None:
@@ -258,6 +261,11 @@ def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
         raise ConfigError(
             f"{folder} already holds a run; choose another --out (output_dir), or go on with --resume"
             " (resume_from_checkpoint=True)" + ("" if begun else "; it has no checkpoint yet, and can be deleted")
+        )
+    elif (folder / START).exists() and not (folder / START / START_MARK).exists():
+        raise ConfigError(
+            f"{folder / START} is where a run keeps the policy that it starts from, and holds something else; choose"
+            " another --out (output_dir)"
         )
 
 

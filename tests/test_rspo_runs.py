@@ -399,6 +399,24 @@ def test_a_new_run_does_not_overwrite_an_old_one(start: Path, tmp_path: Path) ->
         open_run(config, tmp_path, progress=False)
 
 
+def test_a_new_run_leaves_a_model_of_someone_else_alone(tmp_path: Path) -> None:
+    """In its folder, under the name of its own start policy; that of a start that broke off makes room."""
+    config = small_config(*SMALL, "run.steps=1", method="grpo")
+    small_policy().save(tmp_path / "start")
+    before = {path: path.read_bytes() for path in (tmp_path / "start").iterdir()}
+    with pytest.raises(ConfigError, match=r"start is where a run keeps .* holds something else; choose another --out"):
+        open_run(config, tmp_path, progress=False)
+    assert {path: path.read_bytes() for path in (tmp_path / "start").iterdir()} == before
+
+    broken = tmp_path / "broken"
+    open_run(config, broken, progress=False, policy=small_policy()).close()
+    (broken / "config.yaml").unlink()
+    other = small_policy(seed=5)
+    open_run(config, broken, progress=False, policy=other).close()
+    kept = Policy.load(broken / "start", config.policy).model.state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in other.model.state_dict().items())
+
+
 def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) -> None:
     """Dense rewards, one loop: agent A's batch has 3 tasks' rows and α·B·N = 2 replayed trajectories."""
     trainer = open_run(small_config(*flags_for(start)), tmp_path, progress=False)
