@@ -27,7 +27,7 @@ from .report import RESULTS, Report, environment, markdown
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ENVIRONMENTS = ("alfworld", "webshop")
-STEPS = {"rspo": 18, "grpo": 45}
+STEPS = {"alfworld": {"rspo": 36, "grpo": 90}, "webshop": {"rspo": 54, "grpo": 135}}
 """Updates of A that sample about as many trajectories: RSPO's takes 7 tasks, B's 8, and 14/3 are collected."""
 TITLES = {"grpo": "GRPO", "rspo": "RSPO+GRPO"}
 SEEDS = (0,)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> Report:
         Spec(env, method, seed, 3 if options.quick else steps, QUICK if options.quick else ())
         for env in ENVIRONMENTS
         for seed in SEEDS
-        for method, steps in STEPS.items()
+        for method, steps in STEPS[env].items()
     ]
     others = [row for row in done if row["env"] not in options.envs]
 

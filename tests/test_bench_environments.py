@@ -14,7 +14,7 @@ from bench.report import Report, environment
 
 def row(env: str, method: str) -> dict[str, Any]:
     """As if a run had gone from 10 to 30 %."""
-    spec = Spec(env, method, 0, STEPS[method])
+    spec = Spec(env, method, 0, STEPS[env][method])
     values = {"success": [0.1, 0.2, 0.3], "success_low": [0.0, 0.1, 0.2], "success_high": [0.2, 0.3, 0.4]}
     numbers = {"step": [0, 1, 2], "trajectories": [0, 64, 128], "task_score": [0.25, 0.3, 0.5]}
     return {"key": spec.key, **spec.head(), "seconds": 90.0, **values, **numbers}
@@ -24,7 +24,7 @@ def test_recipes_load_and_methods_sample_as_much() -> None:
     sampled = {}
     for env in ENVIRONMENTS:
         assert (RECIPES / f"{env}-small.yaml").is_file()
-        for method, steps in STEPS.items():
+        for method, steps in STEPS[env].items():
             spec = Spec(env, method, 0, steps)
             config = spec.config(Path("start"))
             assert (config.env.name, config.method, config.run.steps) == (env, method, steps)
@@ -52,7 +52,7 @@ def test_runs_are_told_apart_by_all_that_makes_them() -> None:
 
 
 def test_the_table_and_the_picture(tmp_path: Path) -> None:
-    rows = [row(env, method) for env in ENVIRONMENTS for method in STEPS]
+    rows = [row(env, method) for env in ENVIRONMENTS for method in STEPS[env]]
     report = Report("environments", "cpu", environment("cpu"), {"data": {}}, rows)
     lines = [line for line in environments.table(report).splitlines() if line.startswith("| RSPO+GRPO")]
     assert len(lines) == 2
@@ -60,7 +60,7 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     assert cells == [
         "RSPO+GRPO",
         "0",
-        str(STEPS["rspo"]),
+        str(STEPS["alfworld"]["rspo"]),
         "128",
         "10.0",
         "25.0",

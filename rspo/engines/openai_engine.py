@@ -11,7 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -52,10 +52,13 @@ class OpenAIBackend(Backend):
             )
         self.settings = settings
         self.client = _client(settings)
-        self.model = _served_model(self.client, settings)
-        self.weights: WeightPush | None = None
-        if settings.push_weights != "off":
-            self.weights = WeightPush(partial(PUSHES[settings.push_weights], self._post), settings, folder)
+        with ExitStack() as failing:
+            failing.callback(self.client.close)
+            self.model = _served_model(self.client, settings)
+            self.weights: WeightPush | None = None
+            if settings.push_weights != "off":
+                self.weights = WeightPush(partial(PUSHES[settings.push_weights], self._post), settings, folder)
+            failing.pop_all()
 
     @contextmanager
     def engine(
