@@ -81,9 +81,21 @@ def save_config(config: Config, path: str | Path) -> None:
     write_text(Path(path), yaml.safe_dump(_plain(asdict(config)), sort_keys=False))
 
 
+class Entries(dict[str, Any]):
+    """Some entries of a section, or of a field that is a mapping; the others stay as they are."""
+
+    def over(self, others: Any) -> dict[str, Any]:
+        """These entries and the others; of a value that is no mapping nothing stays."""
+        merged = dict(others) if isinstance(others, Mapping) else {}
+        for key, value in self.items():
+            merged[key] = value.over(merged.get(key)) if isinstance(value, Entries) else value
+        return merged
+
+
 def apply_flags(config: Config, flags: Sequence[str]) -> Config:
-    """Lay `section.field=value` flags over a configuration; values are read as YAML."""
-    values: dict[str, Any] = {}
+    """Lay `section.field=value` flags over a configuration; values are read as YAML. `section.field.key=value` changes
+    one entry of a field that is a mapping (`env.options`), of the same environment."""
+    values = Entries()
     for flag in flags:
         key, separator, text = flag.partition("=")
         if not separator:
@@ -91,7 +103,7 @@ def apply_flags(config: Config, flags: Sequence[str]) -> Config:
         target = values
         *sections, name = key.strip().split(".")
         for section in sections:
-            target = target.setdefault(section, {})
+            target = target.setdefault(section, Entries())
             if not isinstance(target, dict):
                 raise ConfigError(f"--set {flag!r}: {section!r} was given a value before")
         try:
@@ -114,6 +126,9 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{name} is a section of settings, got the value {value!r}")
             changes[key] = overlay(current, value, f"{name}.")
+        elif isinstance(value, Entries):
+            others = current if values.get("name") in (None, getattr(config, "name", None)) else {}
+            changes[key] = _convert(name, value.over(others), hints[key])
         else:
             changes[key] = _convert(name, value, hints[key])
     if isinstance(config, PolicyLossConfig) and "loss" in changes:

@@ -56,6 +56,17 @@ def test_flags_are_converted_to_the_fields_types() -> None:
     assert apply_flags(config, ["loss.center_cap=null"]).loss.center_cap is None
 
 
+def test_a_flag_for_one_option_leaves_the_others() -> None:
+    config = apply_flags(default_config("rspo"), ["env.options={max_turns: 6, prompt_style: chat}"])
+    changed = apply_flags(config, ["env.options.max_turns=8", "env.options.a.b=1"])
+    assert changed.env.options == {"max_turns": 8, "prompt_style": "chat", "a": {"b": 1}}
+    assert type(changed.env.options["a"]) is dict
+    assert apply_flags(changed, ["env.options.a.c=2"]).env.options["a"] == {"b": 1, "c": 2}
+    assert apply_flags(config, ["env.options={max_turns: 8}"]).env.options == {"max_turns": 8}
+    other = apply_flags(config, ["env.name=webshop", "env.options.data=own"])
+    assert other.env.options == {"data": "own"}, "another environment has other options"
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
