@@ -200,6 +200,15 @@ def test_a_dry_run_of_the_small_recipes(recipe: Path, nothing_here: Path, capsys
     assert list(nothing_here.iterdir()) == []
 
 
+def test_a_dry_run_of_the_recipe_for_any_model(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lengths are those of full sentences."""
+    text = dry_run(capsys, "--config", RECIPES / "household-chat.yaml")
+    assert "its rows: 64 to 768, of 1,088 tokens at most" in text
+    assert apply_flags(load_config(RECIPES / "household-chat.yaml", default_config("rspo")), []).env.options == {
+        "prompt_style": "chat"
+    }
+
+
 def test_as_a_command(tmp_path: Path) -> None:
     recipe = RECIPES / "paper" / "webshop_qwen2.5-7b_rspo-gigpo.yaml"
     command = [sys.executable, "-m", "rspo", "train", "--config", str(recipe), "--dry-run"]
