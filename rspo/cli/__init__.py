@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
     except (NonFiniteError, WorkerError, EngineError) as error:
-        print(f"rspo: training stopped: {error}", file=sys.stderr)
+        print(f"rspo: {parsed.work} stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as stop:
         print(f"\nrspo: {stop}", file=sys.stderr)

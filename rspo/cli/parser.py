@@ -41,8 +41,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands; the function of the one that was given is the parsed `command`."""
+    """All commands; the function of the one that was given is the parsed `command`, and `work` a word for what it does."""
     parser = _Parser(prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents.")
+    parser.set_defaults(work="the command")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
@@ -69,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="say what the run needs and does, and what is missing here, and stop"
     )
     _add_settings(train, training=True)
-    train.set_defaults(command=run_train)
+    train.set_defaults(command=run_train, work="training")
 
     evaluation = commands.add_parser(
         "eval",
@@ -90,7 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_settings(
         evaluation, "evaluation", "policy.dtype", "policy.device", "policy.attention", "policy.allow_download"
     )
-    evaluation.set_defaults(command=run_eval)
+    evaluation.set_defaults(command=run_eval, work="evaluation")
 
     export = commands.add_parser(
         "export",
@@ -166,7 +167,7 @@ def _add_collect(commands: _Commands) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(parser, "env", "rollout")
-    parser.set_defaults(command=run_collect)
+    parser.set_defaults(command=run_collect, work="collection")
 
 
 def _add_reward_model(commands: _Commands) -> None:
@@ -188,7 +189,7 @@ def _add_reward_model(commands: _Commands) -> None:
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="learning rate of AdamW")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(parser, "reward_model", "policy.device", "policy.attention", unused=("--env",))
-    parser.set_defaults(command=run_reward_model)
+    parser.set_defaults(command=run_reward_model, work="training")
 
 
 def _add_play(commands: _Commands) -> None:
