@@ -395,7 +395,7 @@ def test_a_server_that_does_not_understand_says_what_was_assumed(
     server.refusals = [422] * 100
     assert main(["eval", str(start), "--episodes", "2", *flags]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"rspo: evaluation stopped: the server at engine.url='{server.url}' refused /v1/completions")
+    assert error.startswith(f"rspo: evaluation stopped: the server at engine.url='{server.url}' refused /v1/")
     assert re.search(r"status 422: .*Unexpected fields in the request: x+; it was asked as " + kinds, error.strip())
     assert len(error) < 1000
     server.refusals = [400] * 100

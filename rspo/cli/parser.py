@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All commands; the function of the one that was given is the parsed `command`, and `work` a word for what it does."""
+    """All commands. Of the one that was given, the parsed `command` is its function, `work` a word for what it does."""
     parser = _Parser(prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents.")
     parser.set_defaults(work="the command")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
