@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ class _Parser(argparse.ArgumentParser):
             text += "\nsettings, for --set or in the file of --config, as the default preset has them:\n"
             text += f"{describe_settings(self.settings)}\n\nrspo settings says what others there are.\n"
         return text
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a command line asks for. Ends the program where it is wrong, as argparse does."""
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        settings = [text.lstrip("-") for text in unknown if re.match(r"-*[a-z_]+\.[a-z_]+=", text)]
+        hint = " ".join(f"--set {text}" for text in settings) if hasattr(parsed, "set") else ""
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}" + (f"; a setting is given as {hint}" if hint else "")
+        )
+    return parsed
 
 
 def make_parser() -> argparse.ArgumentParser:
