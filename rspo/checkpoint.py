@@ -30,6 +30,8 @@ from .storage import new_folder, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 PREFIX = "step-"
+STATE_FILE = "state.json"
+"""In a checkpoint: counters and random streams."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
                 save_file(critic, folder / "critic.safetensors")
             with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
                 torch.save(optimizers, binary)
-            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if buffer:
                 with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
                     file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
@@ -88,10 +90,10 @@ def load_checkpoint(
 
 
 def _load(path: Path, config: Config, has_critic: bool, base: Policy | None, ranks: Ranks) -> Checkpoint:
-    missing = [name for name in ("optimizer.pt", "state.json") if not (path / name).is_file()]
+    missing = [name for name in ("optimizer.pt", STATE_FILE) if not (path / name).is_file()]
     if missing:
         raise ConfigError(f"{path} is not a checkpoint: {', '.join(missing)} missing")
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
     _check_kind(path, state, config, has_critic)
     base = base if is_adapter(path) else None
     policy = load_policy(path, config) if base is None else base.with_adapter_of(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -221,10 +222,16 @@ def join(config: Config) -> Ranks:
     if expected is not None and expected != found:
         raise ConfigError(
             f"parallel.processes={expected}, but {found} {'process runs' if found == 1 else 'processes run'}; start"
-            f" them with accelerate launch --num_processes {expected} -m rspo train ..."
+            f" them with {launch_command(config)}"
         )
     sharded = config.parallel.shard != "none"
     if not is_launched:
+        if _left_alone():
+            warnings.warn(
+                "accelerate launch was to start several processes, and has started this one alone, as it does without a"
+                " GPU; torchrun --nproc-per-node N -m rspo train ... starts N",
+                stacklevel=2,
+            )
         if sharded:
             raise ConfigError(
                 f"parallel.shard={config.parallel.shard!r} needs the processes of accelerate launch or torchrun; this"
@@ -273,6 +280,22 @@ def is_first(variable: str) -> bool:
 def launched() -> bool:
     """Whether this process was started by `accelerate launch` or `torchrun`."""
     return "LOCAL_RANK" in os.environ
+
+
+def launch_command(config: Config) -> str:
+    """How the processes of a run are started, in words; N stands for a number that the settings leave open."""
+    count = config.parallel.processes or "N"
+    if (
+        torch.device(config.policy.device).type == "cpu"
+    ):  # where accelerate launch starts one process, however many asked
+        return f"torchrun --nproc-per-node {count} -m rspo train ..."
+    return f"accelerate launch --num_processes {count} -m rspo train ..."
+
+
+def _left_alone() -> bool:
+    """Whether `accelerate launch` was asked for several processes and has started one: the address where they would
+    meet is set, and no process has a number."""
+    return not launched() and {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
 
 
 def leave() -> None:

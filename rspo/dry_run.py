@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .config import Config
+from .distributed import launch_command
 from .engines import expert_of
 from .envs import BatchedEnv, find_factory
 from .estimators import make_estimator
@@ -22,7 +23,7 @@ from .model_shapes import ModelShape, dense_shape, local_shape, published_shape
 from .policy_module import LARGE_VOCABULARY
 from .readiness import Findings, check_machine, check_model_folder, check_small_model
 from .reporters import find_reporters
-from .rewards import training_rewards
+from .rewards import learns_densely, training_rewards
 from .runs import START, build_env, check_split
 from .small_models import SPECIAL
 from .warmup import NO_START
@@ -51,7 +52,7 @@ def dry_run(config: Config, folder: Path, resume: bool = False) -> Report:
     has_critic = estimator is not None and estimator.needs_critic
     findings.attempt(lambda: find_reporters(config.run.report_to))
     about = [
-        f"{config.title} on {config.env.name}, {config.run.steps} updates of A, seed {config.run.seed}",
+        f"{config.title} on {config.env.name}, {_counted(config.run.steps, 'update')} of A, seed {config.run.seed}",
         f"devices: {_devices(config)}",
         f"model: {name}",
         f"environment: {environment}",
@@ -75,7 +76,7 @@ def _verdict(findings: Findings) -> list[str]:
     if not count:
         return [*parts, "nothing that would stop the run was found"]
     parts.append("\n".join(["this would stop the run here:", *(f"  - {text}" for text in findings.problems)]))
-    return [*parts, f"{count} thing{'s' if count > 1 else ''} would stop the run here"]
+    return [*parts, f"{_counted(count, 'thing')} would stop the run here"]
 
 
 def memory_setup(config: Config, work: Workload, shape: ModelShape, has_critic: bool) -> MemorySetup:
@@ -117,10 +118,9 @@ def _devices(config: Config) -> str:
 
 def _launch(config: Config) -> list[str]:
     """How a run of several processes is started, which the dry run itself need not be."""
-    processes = config.parallel.processes
-    if (processes or 1) == 1 and config.parallel.shard == "none":
+    if (config.parallel.processes or 1) == 1 and config.parallel.shard == "none":
         return []
-    return [f"start: accelerate launch --num_processes {processes or 'N'} -m rspo train ..."]
+    return [f"start: {launch_command(config)}"]
 
 
 def _environment(config: Config, folder: Path, resume: bool, findings: Findings) -> tuple[str, int | None, int | None]:
@@ -197,19 +197,22 @@ def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
         _line(f"{name}{', the largest' if name == largest else ''}", size, "for a moment")
         for name, size in setup.phases.items()
     ]
-    lines.append(_line("at the highest", setup.peak))
+    peak = setup.peak
     if setup.host:
         lines.append(_line("in the CPU's memory, agent A", setup.host, "while B acts"))
+        if _is_cpu(config):  # which is the same memory
+            peak += setup.host
+    lines.append(_line("at the highest", peak))
     if config.engine.name == "vllm":
         lines.append(f"  and vLLM, {config.engine.gpu_memory:.0%} of the device, which is not counted")
-    if config.rewards.model_path is not None:
+    if config.rewards.model_path is not None and any(learns_densely(config)):
         lines.append(f"  and the process reward model at {config.rewards.model_path}, which is not counted")
     other = replace(setup, fused=not setup.fused)
     lines.append(
         f"  of a micro-batch, head and loss take {_size(setup.head)};"
         f" with policy.fused={'off' if setup.fused else 'on'} {_size(other.head)}"
     )
-    return "\n".join([*lines, _fits(setup.peak, config, findings)])
+    return "\n".join([*lines, _fits(peak, config, findings)])
 
 
 def _fits(peak: int, config: Config, findings: Findings) -> str:
@@ -217,9 +220,17 @@ def _fits(peak: int, config: Config, findings: Findings) -> str:
     total = _device_memory(config.policy.device)
     if total is not None and peak > total:
         findings.problems.append(f"{_size(peak)} do not fit the device's {_size(total)}")
+    elif total is not None and peak > USABLE * total:
+        findings.warnings.append(
+            f"{_size(peak)} leave less than a tenth of the device's {_size(total)} free: they may not fit"
+        )
     sizes = USUAL_DEVICES if total is None else (total,)
     words = ", ".join(f"{size / GB:,.0f} GB: {'yes' if peak <= USABLE * size else 'no'}" for size in sizes)
     return f"  fits, a tenth left free, into {words}"
+
+
+def _is_cpu(config: Config) -> bool:
+    return torch.device(config.policy.device).type == "cpu"
 
 
 def _device_memory(device: str) -> int | None:
@@ -241,6 +252,10 @@ def _size(size: int) -> str:
     return f"{size / scale:,.1f} {unit}"
 
 
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing if count == 1 else f'{thing}s'.replace('ys', 'ies')}"
+
+
 def _batches(config: Config, work: Workload) -> str:
     rollout, optimizer = config.rollout, config.optimizer
     base = f"{work.sampled_without_swap:,} by {config.estimator_name} alone"
@@ -249,22 +264,24 @@ def _batches(config: Config, work: Workload) -> str:
         lines.append(f"  {config.without_replay}")
     if work.has_agent_b:
         lines.append(
-            f"  a loop: {work.updates_b} updates of B, which then collects {config.swap.buffer_tasks} ×"
-            f" {rollout.group_size} = {work.collected} trajectories, and {work.updates_a} of A"
+            f"  a loop: {_counted(work.updates_b, 'update')} of B, which then collects {config.swap.buffer_tasks} ×"
+            f" {rollout.group_size} = {_counted(work.collected, 'trajectory')}, and {work.updates_a} of A"
         )
     tasks = config.on_policy_tasks(work.alpha)
-    on_policy = f"{tasks} tasks × {rollout.group_size} = {work.on_policy} trajectories"
-    replay = f" and {work.replayed} replayed ones (α = {work.alpha:g})" if work.replayed else ""
+    on_policy = f"{_counted(tasks, 'task')} × {rollout.group_size} = {_counted(work.on_policy, 'trajectory')}"
+    replay = f" and {_counted(work.replayed, 'replayed one')} (α = {work.alpha:g})" if work.replayed else ""
+    processes = config.parallel.processes or 1
+    each = f", in each of {processes} processes" if processes > 1 else ""
     lines += [
         f"  an update of A: {on_policy}{replay}",
         f"  its rows: {work.rows}, of {work.row_tokens:,} tokens at most",
         f"  its mini-batches: {work.minibatches}, one optimiser step each"
         + (f", {optimizer.epochs} passes" if optimizer.epochs > 1 else ""),
-        f"  micro-batches of a mini-batch: at most {work.micro_batches}, of {work.micro_batch_rows:,} rows of that"
-        f" length ({optimizer.micro_batch_tokens:,} tokens)",
+        f"  micro-batches of a mini-batch{each}: at most {work.micro_batches}, of"
+        f" {_counted(work.micro_batch_rows, 'row')} of that length ({optimizer.micro_batch_tokens:,} tokens)",
         f"  its tokens: at most {work.tokens:,}, of them {work.response_tokens:,} of responses",
-        f"  sampled for {work.updates_a} update{'s' if work.updates_a > 1 else ''} of A: {work.sampled:,} trajectories"
+        f"  sampled for {_counted(work.updates_a, 'update')} of A: {_counted(work.sampled, 'trajectory')}"
         + (f", {base}" if work.sampled != work.sampled_without_swap else ""),
-        f"  sampled in the run: {work.sampled_in_run:,} trajectories",
+        f"  sampled in the run: {_counted(work.sampled_in_run, 'trajectory')}",
     ]
     return "\n".join(lines)

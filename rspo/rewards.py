@@ -186,6 +186,11 @@ def relabel(trajectories: Sequence[Trajectory], reward: RewardFunction) -> None:
         trajectory.rewards = rewards
 
 
+def learns_densely(config: Config) -> tuple[bool, bool]:
+    """Whether agents A and B learn from dense rewards."""
+    return config.rewards.train == "dense", config.method == "rspo" and config.swap.source == "dense"
+
+
 def training_rewards(
     config: Config, has_dense_reward: bool, noise: np.random.Generator, function: RewardFunction | None = None
 ) -> tuple[RewardFunction, RewardFunction]:
@@ -194,8 +199,7 @@ def training_rewards(
 
     Raises ConfigError where dense rewards are asked for that do not exist.
     """
-    dense_a = config.rewards.train == "dense"
-    dense_b = config.method == "rspo" and config.swap.source == "dense"
+    dense_a, dense_b = learns_densely(config)
     if not (dense_a or dense_b):
         return outcome_reward, outcome_reward
     dense = make_dense_reward(config.rewards, has_dense_reward, noise, config.policy, function)

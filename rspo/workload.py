@@ -125,8 +125,9 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Forward passes of the largest mini-batch, its rows of the greatest length."""
+        """Forward passes of each process for the largest mini-batch, its rows of the greatest length."""
         rows = -(-self.rows.high // self.minibatches.high)
+        rows = -(-rows // (self.config.parallel.processes or 1))
         return -(-rows // self.micro_batch_rows)
 
     @property

@@ -34,7 +34,7 @@ class StandIn:
     speaks: "vllm", "llama.cpp", "sglang" or "chat".
     policy: generates; replaced when weights are pushed.
     answers: while this is not set, completions get no answer.
-    refusals: statuses of the next answers to completions, before it answers.
+    refusals: statuses of the next answers to completions, before it answers; `refusal` is their body.
     needs_key: only requests with `KEY` are answered.
     """
 
@@ -42,6 +42,7 @@ class StandIn:
         self.policy = policy
         self.speaks = speaks
         self.refusals: list[int] = []
+        self.refusal: dict[str, Any] = {"error": {"message": "refused"}}
         self.needs_key = False
         self.answers = threading.Event()
         self.answers.set()
@@ -105,7 +106,7 @@ class StandIn:
                 refused = self.refusals.pop(0) if self.refusals else None
             try:
                 if refused:
-                    return refused, {"error": {"message": "refused"}}
+                    return refused, self.refusal
                 self.answers.wait()
                 return 200, self._complete(body)
             finally:

@@ -257,11 +257,18 @@ def test_processes_and_devices_that_are_missing_are_named(tmp_path: Path, monkey
         monkeypatch.delenv(name, raising=False)
     assert join(small_config()) is ALONE
     for flag, complaint in (
-        ("parallel.processes=8", r"parallel.processes=8, but 1 process runs.*accelerate launch --num_processes 8"),
+        (
+            "parallel.processes=8",
+            r"processes=8, but 1 process runs; start them with torchrun --nproc-per-node 8 -m rspo",
+        ),
         ("parallel.shard=fsdp", "parallel.shard='fsdp' needs the processes of accelerate launch or torchrun"),
     ):
         with pytest.raises(ConfigError, match=complaint):
             open_run(small_config(flag), tmp_path / "run", progress=False)
+    with pytest.raises(
+        ConfigError, match=r"1 process runs; start them with accelerate launch --num_processes 2 -m rspo"
+    ):
+        join(small_config("parallel.processes=2", "policy.device=cuda"))
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -282,6 +289,23 @@ def test_processes_and_devices_that_are_missing_are_named(tmp_path: Path, monkey
     ):
         with pytest.raises(ConfigError, match=complaint):
             small_config(*flags)
+
+
+@pytest.mark.parametrize(("processes", "is_left_alone"), [(1, False), (2, True)])
+def test_what_accelerate_starts_alone_is_said(processes: int, is_left_alone: bool) -> None:
+    """Without a GPU it starts one process, whatever number it was given."""
+    pytest.importorskip("accelerate")
+    program = "from rspo.distributed import join; from rspo.config import Config; print(join(Config()).size)"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    done = subprocess.run(
+        [*launcher, "--no_python", sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert ("accelerate launch was to start several processes" in done.stderr) == is_left_alone
 
 
 def test_rows_are_shared_out_by_their_tokens() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -382,6 +383,40 @@ def test_other_servers_are_told_apart(serve: Callable[..., StandIn]) -> None:
             pytest.raises(EngineError, match=f"does not answer as engine.server='{name}' does"),
         ):
             engine.generate(prompts_of(policy, 1))
+
+
+def test_a_server_that_does_not_understand_says_what_was_assumed(
+    start: Path, tmp_path: Path, serve: Callable[..., StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(small_policy(seed=5))
+    server.refusal = {"detail": f"Unexpected fields in the request: {'x' * 1000}"}  # no OpenAI form
+    flags = ["--set", "engine.name=openai", "--set", f"engine.url={server.url}"]
+    kinds = r"engine.server='vllm' is; the other kinds are 'llama.cpp', 'completions', 'transformers', 'chat'$"
+    server.refusals = [422] * 100
+    assert main(["eval", str(start), "--episodes", "2", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"rspo: evaluation stopped: the server at engine.url='{server.url}' refused /v1/")
+    assert re.search(r"status 422: .*Unexpected fields in the request: x+; it was asked as " + kinds, error.strip())
+    assert len(error) < 1000
+    server.refusals = [400] * 100
+    assert main(["collect", "--policy", str(start), "--out", str(tmp_path), "--quiet", *flags]) == 1
+    assert capsys.readouterr().err.startswith("rspo: collection stopped: ")
+    server.refusals = [503] * 100
+    assert main(["eval", str(start), "--episodes", "2", *flags, "--set", "engine.retries=0"]) == 1
+    assert "engine.server" not in capsys.readouterr().err, "a server that is busy may be of the right kind"
+
+
+def test_weights_that_no_endpoint_takes(
+    start: Path, tmp_path: Path, serve: Callable[..., StandIn], capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(small_policy(), "chat")
+    flags = [f"engine.url={server.url}", "engine.name=openai", "engine.push_weights=vllm"]
+    settings = [part for flag in [*flags, *TINY, f"policy.path={start}"] for part in ("--set", flag)]
+    assert main(["train", "--out", str(tmp_path / "run"), "--quiet", *settings]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("rspo: training stopped: ")
+    assert "refused /collective_rpc with status 404" in error
+    assert "engine.push_weights='vllm' needs a vLLM server that was started with VLLM_SERVER_DEV_MODE=1" in error
 
 
 def test_slow_servers(serve: Callable[..., StandIn]) -> None:

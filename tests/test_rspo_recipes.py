@@ -347,6 +347,56 @@ def test_what_does_not_fit_is_said(nothing_here: Path, capsys: pytest.CaptureFix
     assert "GB do not fit the device's" in dry_run(capsys, *flags)
 
 
+def test_what_may_not_fit_is_warned_of(
+    start: Path, nothing_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--policy", "Qwen/Qwen2.5-0.5B-Instruct", "--set", "policy.allow_download=true")
+    peak = memory(dry_run(capsys, *flags), "at the highest")
+    monkeypatch.setattr("rspo.dry_run._device_memory", lambda device: round(1.05 * peak * 10**9))
+    text = dry_run(capsys, *flags)
+    assert " GB: no\n" in text
+    assert "the run would warn:\n  - " in text
+    assert "GB free: they may not fit" in text
+    monkeypatch.setattr("rspo.dry_run._device_memory", lambda device: round(1.2 * peak * 10**9))
+    assert "they may not fit" not in dry_run(capsys, *flags)
+
+
+def test_agent_a_waits_in_the_memory_that_a_cpu_trains_in(
+    nothing_here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--policy", "Qwen/Qwen2.5-0.5B-Instruct", "--set", "swap.copy=offload", "--set")
+    there, here = (dry_run(capsys, *flags, f"policy.device={device}") for device in ("cuda", "cpu"))
+    waiting = memory(here, "in the CPU's memory, agent A")
+    assert waiting > 5
+    added = memory(here, "at the highest") - memory(there, "at the highest")
+    assert added == pytest.approx(waiting, abs=0.2)
+
+
+def test_numbers_and_launchers_are_those_of_the_run(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = (
+        "--steps",
+        "1",
+        "--set",
+        "rollout={tasks: 2, group_size: 2}",
+        "--set",
+        "swap.k=1",
+        "--set",
+        "swap.alpha=0.25",
+    )
+    text = dry_run(capsys, *one, "--set", "rewards.dense=model:runs/none")
+    assert "1 update of A" in text
+    assert "a loop: 1 update of B" in text
+    assert "and 1 replayed one (α = 0.25)" in text
+    assert "the process reward model at runs/none, which is not counted" in text
+    assert "process reward model" not in dry_run(capsys, "--method", "grpo", "--set", "rewards.dense=model:runs/none")
+
+    small = ("--set", "optimizer={minibatches: 1, micro_batch_tokens: 520}", "--set", "parallel.processes=2", "--set")
+    here, there = (dry_run(capsys, *small, f"policy.device={device}") for device in ("cpu", "cuda"))
+    assert "start: torchrun --nproc-per-node 2 -m rspo train" in here
+    assert "start: accelerate launch --num_processes 2 -m rspo train" in there
+    assert "micro-batches of a mini-batch, in each of 2 processes: at most 192, of 4 rows" in here
+
+
 def test_a_wrong_configuration_is_an_error(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (nothing_here / "wrong.yaml").write_text("preset: paper\nrollout: {groups: 3}\n")
     assert main(["train", "--config", "wrong.yaml", "--dry-run"]) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rspo import RSPOTrainer, demo
 from rspo.agent import Agent
 from rspo.cli import main
 from rspo.config import Config, ConfigError
-from rspo.config_io import apply_flags, load_config
+from rspo.config_io import apply_flags, load_config, save_config
 from rspo.engines import TransformersBackend
 from rspo.envs import make_env
 from rspo.envs.base import PromptContext
@@ -26,7 +27,7 @@ from rspo.models import Policy
 from rspo.plotting import plot_runs
 from rspo.reporters import Record, Reporter
 from rspo.rewards import NonFiniteError
-from rspo.runs import open_run
+from rspo.runs import START_MARK, open_run
 from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
@@ -260,6 +261,31 @@ def test_a_checkpoint_is_evaluated_in_its_own_environment(
     run(small_config(*flags, method="grpo"), tmp_path)
     assert main(["eval", str(tmp_path / "checkpoints" / "step-000001"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["turns"] < 4, "household episodes of this policy last 12 turns"
+
+
+def test_a_start_policy_is_evaluated_in_its_runs_environment(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "run" / "start"
+    shutil.copytree(start, model)
+    (model / START_MARK).touch()
+    config = small_config("env.name=rspo_toys:ParityEnv", "env.options={}", "evaluation.episodes=32", method="grpo")
+    save_config(config, tmp_path / "run" / "config.yaml")
+    assert main(["eval", str(model), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["turns"] < 4
+
+
+@pytest.mark.parametrize("place", ["models/mine", "checkpoints/mine", "start"])
+def test_a_config_of_another_project_is_none_of_ours(
+    start: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("name: something else\n", encoding="utf-8")
+    shutil.copytree(start, tmp_path / place)
+    command = [str(tmp_path / place), "--out", str(tmp_path / "whole")]
+    assert main(["export", *command]) == 0
+    assert "the model of" in capsys.readouterr().out
+    flags = ["--episodes", "2", "--json", "--set", "env.options={max_turns: 2}"]
+    assert main(["eval", str(tmp_path / place), *flags]) == 0
 
 
 def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Path) -> None:

@@ -44,6 +44,25 @@ def test_flags_that_a_command_does_not_show_are_taken(shown: Callable[..., str])
     assert (parsed.seed, parsed.env) == (3, "webshop")
 
 
+@pytest.mark.parametrize("text", ["swap.k=3", "--swap.k=3"])
+def test_a_setting_without_set_is_told_how(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--dry-run", text])
+    assert f"unrecognized arguments: {text}; a setting is given as --set swap.k=3" in capsys.readouterr().err
+    for arguments in (["train", "--stepz"], ["summary", "run", "--swap.k=3"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        error = capsys.readouterr().err
+        assert "unrecognized arguments" in error
+        assert "--set" not in error
+
+
+@pytest.mark.parametrize("value", ["{max_turns:5}", "{a: {max_turns:5}}", "[{max_turns:5}]"])
+def test_a_colon_without_its_space_is_named(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dry-run", "--set", f"env.options={value}"]) == 2
+    assert "YAML wants a space after the colon of a pair: max_turns: 5" in capsys.readouterr().err
+
+
 def test_every_command_and_every_flag_has_a_meaning() -> None:
     def check(parser: argparse.ArgumentParser) -> None:
         for action in parser._actions:

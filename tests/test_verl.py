@@ -360,6 +360,8 @@ def test_recipe_is_the_papers() -> None:
     ("overrides", "message"),
     [
         (["rspo.swap.alpha=1.5"], r"swap\.alpha must be in \[0, 1\), got 1\.5"),
+        (["rspo.env.name=moon"], r"rspo\.env\.name='moon': unknown environment 'moon'; available: .*household"),
+        (["rspo.env.name=nowhere.at_all:Env"], r"rspo\.env\.name='nowhere\.at_all:Env': No module"),
         (["rspo.swap.kk=3"], r"unknown setting 'rspo\.swap\.kk' \(did you mean 'k'"),
         (["rspo.rollout.tasks=3"], r"rspo\.rollout is not a setting on verl"),
         (["rspo.loss.kl_coef=0.1"], r"rspo\.loss\.kl_coef is verl's setting actor_rollout_ref\.actor\.kl_loss_coef"),

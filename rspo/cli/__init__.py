@@ -18,13 +18,13 @@ from ..engines import EngineError
 from ..envs.base import WorkerError
 from ..interruption import Interrupted, interruptible
 from ..rewards import NonFiniteError
-from .parser import make_parser
+from .parser import parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status: 0, or 2 for a wrong setting or what cannot be read or written, 1 for a run that
     failed or a dry run that found what would stop it, 130 or 143 for one that was stopped by Ctrl-C or SIGTERM."""
-    parsed = make_parser().parse_args(arguments)
+    parsed = parse(arguments)
     # Class paths of one's own are found where the command is given; last, so that nothing installed is shadowed.
     sys.path.append(os.getcwd())
     # Loading a tiny model many times would draw its own bars over the run's.
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rspo: error: {error}", file=sys.stderr)
         return 2
     except (NonFiniteError, WorkerError, EngineError) as error:
-        print(f"rspo: training stopped: {error}", file=sys.stderr)
+        print(f"rspo: {parsed.work} stopped: {error}", file=sys.stderr)
         return 1
     except Interrupted as stop:
         print(f"\nrspo: {stop}", file=sys.stderr)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from ..checkpoint import STATE_FILE
 from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from ..config import Config, ConfigError
 from ..config_io import load_config
@@ -23,6 +24,8 @@ from ..reward_model import SETTINGS_FILE
 from ..reward_training import train_reward_model
 from ..runs import (
     CONFIG_FILE,
+    START,
+    START_MARK,
     build_env,
     check_split,
     default_folder,
@@ -85,10 +88,18 @@ def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
     is_run = (parsed.path / CONFIG_FILE).is_file()
-    # A checkpoint lies two folders below the settings it was made with.
-    stored = parsed.path / CONFIG_FILE if is_run else parsed.path.resolve().parent.parent / CONFIG_FILE
-    config = settings_of(parsed, load_config(stored) if stored.is_file() else None)
+    run = parsed.path if is_run else _run_of(parsed.path.resolve())
+    config = settings_of(parsed, load_config(run / CONFIG_FILE) if run is not None else None)
     return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def _run_of(model: Path) -> Path | None:
+    """The run that has made a model folder, a checkpoint of it or its start policy; None for any other folder, above
+    which a file of the settings' name may be someone else's."""
+    is_checkpoint = model.parent.name == "checkpoints" and (model / STATE_FILE).is_file()
+    is_start = model.name == START and (model / START_MARK).is_file()
+    run = model.parent.parent if is_checkpoint else model.parent
+    return run if (is_checkpoint or is_start) and (run / CONFIG_FILE).is_file() else None
 
 
 def run_export(parsed: argparse.Namespace) -> None:

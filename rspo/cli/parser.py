@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,23 @@ class _Parser(argparse.ArgumentParser):
         return text
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """What a command line asks for. Ends the program where it is wrong, as argparse does."""
+    parser = make_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        settings = [text.lstrip("-") for text in unknown if re.match(r"-*[a-z_]+\.[a-z_]+=", text)]
+        hint = " ".join(f"--set {text}" for text in settings) if hasattr(parsed, "set") else ""
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}" + (f"; a setting is given as {hint}" if hint else "")
+        )
+    return parsed
+
+
 def make_parser() -> argparse.ArgumentParser:
-    """All commands; the function of the one that was given is the parsed `command`."""
+    """All commands. Of the one that was given, the parsed `command` is its function, `work` a word for what it does."""
     parser = _Parser(prog="rspo", description="Reward-Swap Policy Optimization for multi-turn language-model agents.")
+    parser.set_defaults(work="the command")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     train = commands.add_parser(
@@ -69,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="say what the run needs and does, and what is missing here, and stop"
     )
     _add_settings(train, training=True)
-    train.set_defaults(command=run_train)
+    train.set_defaults(command=run_train, work="training")
 
     evaluation = commands.add_parser(
         "eval",
@@ -90,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_settings(
         evaluation, "evaluation", "policy.dtype", "policy.device", "policy.attention", "policy.allow_download"
     )
-    evaluation.set_defaults(command=run_eval)
+    evaluation.set_defaults(command=run_eval, work="evaluation")
 
     export = commands.add_parser(
         "export",
@@ -166,7 +181,7 @@ def _add_collect(commands: _Commands) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(parser, "env", "rollout")
-    parser.set_defaults(command=run_collect)
+    parser.set_defaults(command=run_collect, work="collection")
 
 
 def _add_reward_model(commands: _Commands) -> None:
@@ -188,7 +203,7 @@ def _add_reward_model(commands: _Commands) -> None:
     parser.add_argument("--learning-rate", type=float, metavar="LR", help="learning rate of AdamW")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     _add_settings(parser, "reward_model", "policy.device", "policy.attention", unused=("--env",))
-    parser.set_defaults(command=run_reward_model)
+    parser.set_defaults(command=run_reward_model, work="training")
 
 
 def _add_play(commands: _Commands) -> None:

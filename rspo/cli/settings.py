@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
-from ..config import Config
+import yaml
+
+from ..config import Config, ConfigError
 from ..config_io import apply_flags, load_config, method_names, preset, preset_name
 
 
@@ -38,4 +41,28 @@ def settings_of(parsed: argparse.Namespace, base: Config | None = None) -> Confi
         "evaluation.split": getattr(parsed, "split", None),
     }
     given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+    for flag in parsed.set:
+        _check_colons(flag)
     return apply_flags(config, [*given, *parsed.set])
+
+
+def _check_colons(flag: str) -> None:
+    """Raises ConfigError for a value like {a:1}, which to YAML is a key "a:1" without a value."""
+    try:
+        joined = _joined_key(yaml.safe_load(flag.partition("=")[2]))
+    except yaml.YAMLError:  # of which `apply_flags` says more
+        return
+    if joined is not None:
+        name, _, value = joined.partition(":")
+        raise ConfigError(f"--set {flag!r}: YAML wants a space after the colon of a pair: {name}: {value}")
+
+
+def _joined_key(value: Any) -> str | None:
+    """A key with a colon in it and no value, anywhere in what YAML has made of a text."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if part is None and isinstance(key, str) and ":" in key:
+                return key
+        value = list(value.values())
+    found = map(_joined_key, value) if isinstance(value, list) else ()
+    return next((key for key in found if key is not None), None)

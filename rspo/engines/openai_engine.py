@@ -7,6 +7,7 @@ requests follow from the run's seed; whether the same seed gives the same respon
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import warnings
@@ -24,11 +25,13 @@ from ..config import Config, ConfigError, EngineConfig, RolloutConfig
 from ..models import Policy
 from .base import Backend, EngineError, Generation, PolicyEngine, check_prompts
 from .servers import SERVERS, Answer, Sampling
-from .weight_push import PUSHES, WeightPush
+from .weight_push import NEEDS, PUSHES, WeightPush
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
+MISUNDERSTOOD = (400, 404, 405, 415, 422)
+"""Statuses by which a server says that it does not know a path, or does not understand what it was sent."""
 RETOKENIZED = 0.02
 """Share of responses cut into other tokens than the server's beyond which there is a warning."""
 
@@ -78,8 +81,11 @@ class OpenAIBackend(Backend):
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """A completion as plain values. Raises EngineError where the server gives none after all tries."""
-        kind = self.client.chat.completions if SERVERS[self.settings.server].is_chat else self.client.completions
-        answer = self._tried(lambda: kind.create(model=self.model, **request))
+        server = self.settings.server
+        kind = self.client.chat.completions if SERVERS[server].is_chat else self.client.completions
+        others = ", ".join(repr(name) for name in SERVERS if name != server)
+        about = f"it was asked as engine.server={server!r} is; the other kinds are {others}"
+        answer = self._tried(lambda: kind.create(model=self.model, **request), about)
         if not hasattr(answer, "model_dump"):  # the client passes on what is no JSON
             raise EngineError(f"{self.settings.url} is not an OpenAI-compatible server: it answered {answer!r:.200}")
         return answer.model_dump()
@@ -89,10 +95,14 @@ class OpenAIBackend(Backend):
         import httpx
 
         root = str(self.settings.url).rstrip("/").removesuffix("/v1")
-        answer = self._tried(lambda: self.client.post(f"{root}/{path}", body=body, cast_to=httpx.Response))
+        push = self.settings.push_weights
+        about = f"engine.push_weights={push!r} needs {NEEDS[push]}"
+        answer = self._tried(lambda: self.client.post(f"{root}/{path}", body=body, cast_to=httpx.Response), about)
         return answer.json() if answer.headers.get("content-type", "").startswith("application/json") else None
 
-    def _tried(self, request: Callable[[], Any]) -> Any:
+    def _tried(self, request: Callable[[], Any], about: str) -> Any:
+        """What a request gives. Raises EngineError; `about` says what is assumed of the server, for where it does not
+        understand the request."""
         import openai
 
         where = f"the server at engine.url={self.settings.url!r}"
@@ -104,9 +114,9 @@ class OpenAIBackend(Backend):
             tries = self.settings.retries + 1
             raise EngineError(f"{where} cannot be reached, after {tries} tries: {error.__cause__ or error}") from error
         except openai.APIStatusError as error:
-            raise EngineError(
-                f"{where} refused {error.request.url.path} with status {error.status_code}: {error.message:.500}"
-            ) from error
+            reason = f"status {error.status_code}: {_said(error.body) or error.message:.500}"
+            hint = f"; {about}" if error.status_code in MISUNDERSTOOD else ""
+            raise EngineError(f"{where} refused {error.request.url.path} with {reason}{hint}") from error
         except openai.OpenAIError as error:
             raise EngineError(f"{where}: {error}") from error
 
@@ -199,6 +209,11 @@ class OpenAIEngine(PolicyEngine):
                 f"the server at engine.url={settings.url!r} does not answer as engine.server={settings.server!r} does"
                 f" ({type(error).__name__}: {error}); its answer was {answer!r:.500}"
             ) from error
+
+
+def _said(body: object) -> str:
+    """The body of a refusal on one line; the client's own message leaves out what is not in OpenAI's form."""
+    return " ".join((body if isinstance(body, str) else "" if body is None else json.dumps(body)).split())
 
 
 def _client(settings: EngineConfig) -> OpenAI:

@@ -77,3 +77,5 @@ def load_sglang(post: Post, path: Path) -> None:
 
 PUSHES: dict[str, Callable[[Post, Path], None]] = {"vllm": load_vllm, "sglang": load_sglang}
 """What makes a server read a model folder, by `engine.push_weights`."""
+NEEDS = {"vllm": "a vLLM server that was started with VLLM_SERVER_DEV_MODE=1", "sglang": "an SGLang server"}
+"""What it takes, in words."""

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ...config import Config, default_config
 from ...config_io import overlay
+from ...envs import find_factory
 from ...estimators import make_estimator
 from ...sections import ConfigError
 
@@ -62,6 +63,10 @@ def rspo_config(config: DictConfig) -> Config:
             values.setdefault(section, {})[field] = value
     base = default_config(str(given.get("method", "rspo")), str(given.get("base", "grpo")))
     result = overlay(base, values, "rspo.")
+    try:
+        find_factory(result.env.name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"rspo.env.name={result.env.name!r}: {error}") from error
     if make_estimator(result.estimator_name, result.estimator).needs_critic:
         raise ConfigError(f"rspo.base={result.estimator_name!r} needs a critic, which RSPO on verl does not train")
     if result.swap.source == "history":
