@@ -26,12 +26,13 @@ from .lora import is_adapter
 from .models import Policy
 from .sharded_tensors import gathered
 from .sharding import load_policy
-from .storage import new_folder, remove_folder
+from .storage import DamagedFileError, new_folder, reading, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 PREFIX = "step-"
 STATE_FILE = "state.json"
 """In a checkpoint: counters and random streams."""
+WITHOUT_IT = "without that folder the run goes on from the checkpoint before it"
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,12 @@ def load_checkpoint(
     """
     try:
         return _load(path, config, has_critic, base, ranks)
+    except DamagedFileError as error:
+        raise ConfigError(f"{error}; {WITHOUT_IT}") from error
     except ConfigError:
         raise
-    except Exception as error:  # torch, safetensors and json each have their own words for a damaged file
-        raise ConfigError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); without that folder the run goes on from the"
-            " checkpoint before it"
-        ) from error
+    except Exception as error:  # torch and json each have their own words for a damaged file
+        raise ConfigError(f"{path} cannot be read ({type(error).__name__}: {error}); {WITHOUT_IT}") from error
 
 
 def _load(path: Path, config: Config, has_critic: bool, base: Policy | None, ranks: Ranks) -> Checkpoint:
@@ -121,7 +121,8 @@ def _check_kind(path: Path, state: dict[str, Any], config: Config, has_critic: b
 
 def _load_critic(path: Path, critic: Critic, config: Config) -> None:
     """Raises ConfigError that names the weights which do not fit."""
-    saved = load_file(path / "critic.safetensors")
+    with reading(f"the critic in {path}"):
+        saved = load_file(path / "critic.safetensors")
     wanted = critic.trained_state()
     shapes = {name: (_shape(saved.get(name)), _shape(wanted.get(name))) for name in sorted({*saved, *wanted})}
     wrong = [f"{name} is {has}, expected {needs}" for name, (has, needs) in shapes.items() if has != needs]

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .sections import AdapterConfig, ConfigError
+from .storage import reading
 
 ALL_LINEAR = "all-linear"
 NAME = "default"
@@ -169,7 +170,8 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
             )
     model.requires_grad_(False)
     config: Any = LoraConfig.from_pretrained(str(folder))
-    saved = {name.removeprefix(PREFIX): weight for name, weight in load_file(folder / WEIGHTS_FILE).items()}
+    with reading(str(folder / WEIGHTS_FILE)):
+        saved = {name.removeprefix(PREFIX): weight for name, weight in load_file(folder / WEIGHTS_FILE).items()}
     strange = [name for name in saved if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if strange or isinstance(config.init_lora_weights, str) or config.alora_invocation_tokens:
         raise ConfigError(f"the adapter in {folder} is a variant of LoRA, expected W + alpha/rank · B·A and no more")

@@ -11,15 +11,15 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .batch import Batch
 from .config import AdapterConfig, ConfigError, PolicyConfig
 from .distributed import ALONE, Ranks, of_tokens
 from .gradient_checkpointing import recompute_layers
+from .loading import load_model, load_tokenizer, no_model
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_device, check_loaded
-from .model_shapes import loading_reason
 from .policy_module import PolicyModule
 from .sharing import copy_module, frozen_view
 from .texts import Texts
@@ -60,10 +60,15 @@ class Policy(Texts):
         self.cache_argument = _cache_argument(model)
 
     @classmethod
-    def load(cls, path: str | Path, config: PolicyConfig) -> Policy:
+    def load(cls, path: str | Path, config: PolicyConfig, *, needs_head: bool = True) -> Policy:
         """A model folder written by `save` or by transformers; code in it is never run. An adapter's folder makes the
-        base that it names with the adapter on it. Raises ConfigError where there is no model, none that can do what
-        the configuration asks of it, or not the adapter's base."""
+        base that it names with the adapter on it.
+
+        needs_head: the output head is used, and its weights must be in the folder too.
+
+        Raises ConfigError where there is no model, one whose weights are not all there, none that can do what the
+        configuration asks of it, or not the adapter's base.
+        """
         if is_adapter(path):
             return cls._load_base(Path(path), config).with_adapter_of(path)
         if not config.allow_download and not Path(path).is_dir():
@@ -74,18 +79,12 @@ class Policy(Texts):
         check_device(config)
         options: dict[str, Any] = {"local_files_only": not config.allow_download, "trust_remote_code": False}
         try:
-            check_attention_caps(AutoConfig.from_pretrained(str(path), **options), config.attention)
-            tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path), dtype=getattr(torch, config.dtype), attn_implementation=config.attention, **options
-            )
-        except ConfigError:
-            raise
+            model_config = AutoConfig.from_pretrained(str(path), **options)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no causal LM that transformers can load is at {str(path)!r} (with"
-                f" policy.attention={config.attention!r}): {loading_reason(error)}"
-            ) from error
+            raise no_model(str(path), config, error) from error
+        check_attention_caps(model_config, config.attention)
+        tokenizer = load_tokenizer(str(path), config)
+        model = load_model(str(path), config, needs_head=needs_head)
         check_loaded(model, tokenizer, config)
         if config.gradient_checkpointing:
             recompute_layers(model)

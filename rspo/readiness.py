@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from .checkpoint import list_checkpoints
 from .config import Config, ConfigError
 from .distributed import Ranks
 from .engines import open_backend
-from .lora import check_targets, require_whole_model
+from .loading import check_weights, load_tokenizer, no_model
+from .lora import check_targets, is_adapter, require_whole_model
 from .model_checks import (
     FLASH,
     check_attention_caps,
@@ -30,7 +31,6 @@ from .model_checks import (
     check_loaded,
     check_positions,
 )
-from .model_shapes import loading_reason
 from .runs import check_folder, check_length
 from .small_models import small_policy, word_tokenizer
 
@@ -145,31 +145,28 @@ def check_small_model(config: Config, findings: Findings) -> None:
 
 def check_model_folder(path: Path, config: Config, findings: Findings) -> None:
     """Of a local model, whose weights are not read and no code of which is run."""
-    policy = config.policy
+    policy = replace(config.policy, allow_download=False)
     findings.attempt(lambda: require_whole_model(path, "policy.path"))
     if not any((path / name).is_file() for name in WEIGHTS):
         findings.problems.append(f"policy.path={str(path)!r} holds no weights: none of {', '.join(WEIGHTS)} is there")
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    model_config: PretrainedConfig = AutoConfig.from_pretrained(path, **options)
+    elif not is_adapter(path):
+        findings.attempt(lambda: check_weights(path, policy))
+    model_config: PretrainedConfig = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     findings.attempt(lambda: check_attention_caps(model_config, policy.attention))
     findings.attempt(lambda: check_positions(model_config, config))
 
-    def load() -> tuple[Any, Any]:
+    def without_weights() -> PreTrainedModel:
         try:
             # On the meta device flash attention, which only a GPU has, would be looked for here.
             attention = "eager" if policy.attention == FLASH else policy.attention
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(model_config.get_text_config(), attn_implementation=attention)
-            return model, AutoTokenizer.from_pretrained(path, **options)
+                return AutoModelForCausalLM.from_config(model_config.get_text_config(), attn_implementation=attention)
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"no causal LM that transformers can load is at {str(path)!r} (with"
-                f" policy.attention={policy.attention!r}): {loading_reason(error)}"
-            ) from error
+            raise no_model(str(path), policy, error) from error
 
-    loaded = findings.attempt(load)
-    if loaded is not None:
-        model, tokenizer = loaded
+    model = findings.attempt(without_weights)
+    tokenizer = findings.attempt(lambda: load_tokenizer(str(path), policy))
+    if model is not None and tokenizer is not None:
         findings.attempt(lambda: check_loaded(model, tokenizer, policy))
         findings.attempt(lambda: check_ends(_ends(path, tokenizer), config))
         if config.lora.rank > 0:

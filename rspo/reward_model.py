@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .config import ConfigError, PolicyConfig
 from .conversations import Reading, read_conversations
 from .models import Policy
-from .storage import write_text, writing
+from .storage import reading, write_text, writing
 from .trajectory import Trajectory
 
 SETTINGS_FILE = "reward_model.json"
@@ -69,11 +69,9 @@ class RewardModel:
         settings = read_settings(path)
         # What is asked of the policy's head and template is not asked of this model.
         config = replace(config, fused="off", chat="auto")
-        model = cls(Policy.load(path, config), settings["head_width"], settings["max_tokens"])
-        try:
+        model = cls(Policy.load(path, config, needs_head=False), settings["head_width"], settings["max_tokens"])
+        with reading(str(path / HEAD_FILE)):
             model.head.load_state_dict(load_file(path / HEAD_FILE, device=str(model.policy.device)))
-        except Exception as error:  # safetensors and torch each have their own words for a damaged file
-            raise ConfigError(f"{path / HEAD_FILE} cannot be read ({type(error).__name__}: {error})") from error
         return model
 
     def save(self, path: str | Path, about: Mapping[str, Any] | None = None) -> None:

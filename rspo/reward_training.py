@@ -45,7 +45,7 @@ def train_reward_model(
     policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto")
     if path is not None:
         require_whole_model(path, "--model")
-        policy = Policy.load(path, policy_config)
+        policy = Policy.load(path, policy_config, needs_head=False)
     else:
         policy = tiny_policy(_words(trajectories), named_seed(config.run.seed, "reward model"), policy_config, 2048)
     with torch.random.fork_rng(devices=[]):

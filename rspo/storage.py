@@ -8,12 +8,15 @@ that was killed has left.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
+
+from .sections import ConfigError
 
 PARTIAL, PREVIOUS = ".partial", ".previous"
 
@@ -32,6 +35,21 @@ def writing(path: Path) -> Iterator[None]:
         raise
     except (OSError, SafetensorError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         raise StorageError(f"{path} could not be written: {_reason(error)}") from error
+
+
+class DamagedFileError(ConfigError):
+    """A file that is there, or should be, cannot be read."""
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Make a DamagedFileError that names `what` of what safetensors and torch raise where a file is damaged."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (SafetensorError, OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise DamagedFileError(f"{what} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _reason(error: BaseException) -> str:
