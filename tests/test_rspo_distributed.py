@@ -32,6 +32,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rspo.agent import Agent
 from rspo.batch import Batch, cut
 from rspo.checkpoint import load_checkpoint, save_checkpoint
+from rspo.cli import SILENCE, main
 from rspo.config import ConfigError
 from rspo.distributed import ALONE, ProcessRanks, balanced, join, placed, play_groups
 from rspo.engines import TransformersEngine
@@ -306,6 +307,26 @@ def test_what_accelerate_starts_alone_is_said(processes: int, is_left_alone: boo
     )
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
     assert ("accelerate launch was to start several processes" in done.stderr) == is_left_alone
+
+
+def test_an_error_of_all_processes_is_said_once(tmp_path: Path) -> None:
+    process = launch("-m", "rspo", "train", "--policy", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run"))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert output.count("rspo: error: ") == 1
+    assert "nowhere' is not a folder" in output
+
+
+def test_an_error_of_one_process_is_said_by_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("RANK", "1")
+    assert main(["eval", str(tmp_path / "nowhere")]) == 2
+    assert waited == [SILENCE]
+    assert "rspo: error: " in capsys.readouterr().err
 
 
 def test_rows_are_shared_out_by_their_tokens() -> None:

@@ -564,7 +564,7 @@ def from_hub(load: Callable[..., Any], name: str, folder: Path) -> Callable[...,
     def loaded(path: str, **options: Any) -> Any:
         made = load(folder if str(path) == name else path, **options)
         if str(path) == name:
-            made.name_or_path = name
+            (made[0] if isinstance(made, tuple) else made).name_or_path = name
         return made
 
     return loaded

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 from transformers.utils import logging as transformers_logging
 
 from ..config import ConfigError
+from ..distributed import is_first
 from ..engines import EngineError
 from ..envs.base import WorkerError
 from ..interruption import Interrupted, interruptible
 from ..rewards import NonFiniteError
 from .parser import parse
+
+SILENCE = 20.0
+"""Seconds after which an error of a process other than the first is printed, if it still runs."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,11 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with interruptible():
             return parsed.command(parsed) or 0
     except (ConfigError, OSError) as error:
-        print(f"rspo: error: {error}", file=sys.stderr)
+        _say(f"error: {error}")
         return 2
     except (NonFiniteError, WorkerError, EngineError) as error:
-        print(f"rspo: {parsed.work} stopped: {error}", file=sys.stderr)
+        _say(f"{parsed.work} stopped: {error}")
         return 1
     except Interrupted as stop:
         print(f"\nrspo: {stop}", file=sys.stderr)
         return stop.exit_status
+
+
+def _say(text: str) -> None:
+    """Print what has ended this process. Where several were launched, most errors end them all: the first one speaks,
+    and the others wait for the launcher, which stops all when one has ended, so that a text is read once."""
+    if not is_first("RANK"):
+        time.sleep(SILENCE)
+    print(f"rspo: {text}", file=sys.stderr)
