@@ -27,7 +27,7 @@ from .report import RESULTS, Report, environment, markdown
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ENVIRONMENTS = ("alfworld", "webshop")
-STEPS = {"alfworld": {"rspo": 36, "grpo": 90}, "webshop": {"rspo": 54, "grpo": 135}}
+STEPS = {"alfworld": {"rspo": 112, "grpo": 280}, "webshop": {"rspo": 54, "grpo": 135}}
 """Updates of A that sample about as many trajectories: RSPO's takes 7 tasks, B's 8, and 14/3 are collected."""
 TITLES = {"grpo": "GRPO", "rspo": "RSPO+GRPO"}
 SEEDS = (0,)
@@ -119,10 +119,11 @@ def _data(env: str, folder: Path, quick: bool) -> str:
     from rspo.envs.alfworld.generator import generate_games
 
     count = 24 if quick else GAMES
-    games = folder / f"alfworld-games-{count}"
-    generate_games(games, count, progress=True)
+    task_types = load_config(RECIPES / "alfworld-small.yaml").env.options["task_types"]
+    games = folder / f"alfworld-games-{count}-{'-'.join(task_types)}"
+    generate_games(games, count, task_types=task_types, progress=True)
     os.environ[variable] = str(games.resolve())
-    return f"{count} generated games"
+    return f"{count} generated games of {', '.join(task_types)}"
 
 
 def table(report: Report) -> str:

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from .batch import Batch
-from .config import Config, ConfigError
+from .config import Config, ConfigError, decay
 from .engines import ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
 from .evaluate import play
@@ -49,8 +49,10 @@ def warm_up(env: BatchedEnv, config: Config, *, progress: bool = True) -> tuple[
     below = _weights(policy)
     success = 0.0
     with tqdm(total=settings.max_updates, desc="warm-up", disable=not progress, leave=False) as bar:
-        for _ in range(0, settings.max_updates, settings.check_every):
-            for _ in range(settings.check_every):
+        for start in range(0, settings.max_updates, settings.check_every):
+            for update in range(start, start + settings.check_every):
+                factor = decay(settings.schedule, min(update / settings.max_updates, 1.0))
+                optimizer.param_groups[0]["lr"] = settings.learning_rate * factor
                 _clone(policy, batch, optimizer, settings.batch_rows, rng)
             success, side = measure(policy, env, config)
             bar.set_postfix(success=f"{success:.2%}", refresh=False)

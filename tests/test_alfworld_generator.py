@@ -185,3 +185,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1 valid_seen, 1 valid_unseen, 1 train; 0 that could not be won were thrown away" in said.out
     assert said.err == ""
     assert len(AlfworldEnv(out).tasks()) == 1
+
+
+def test_the_command_makes_the_task_types_that_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_commands(parser.add_subparsers())
+    out = tmp_path / "games"
+    parsed = parser.parse_args(
+        ["alfworld", "generate", "--n", "3", "--out", str(out), "--types", "look_at_obj_in_light", "--quiet"]
+    )
+    parsed.command(parsed)
+    assert capsys.readouterr().out.splitlines()[1:] == ["  look_at_obj_in_light                 3"]
+    assert {task.task_type for task in AlfworldEnv(out).tasks()} == {"look_at_obj_in_light"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["alfworld", "generate", "--out", str(out), "--types", "look"])
+    assert "invalid choice: 'look'" in capsys.readouterr().err

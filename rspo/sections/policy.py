@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import SWITCHES, Checks, ConfigError
+from .checks import SCHEDULES, SWITCHES, Checks, ConfigError
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -113,6 +113,8 @@ class WarmupConfig:
     expert_rate: float = 0.5
     """Probability that a step of a demonstration is the expert's; otherwise it is random."""
     learning_rate: float = 5e-3
+    schedule: str = "constant"
+    """Learning rate over `max_updates`: constant, or falling to 0 linearly or by a cosine."""
     betas: tuple[float, float] = (0.9, 0.95)
     batch_rows: int = 256
     max_updates: int = 800
@@ -133,6 +135,7 @@ class WarmupConfig:
         if self.width < 16 or self.width % 16:
             raise ConfigError(f"warmup.width must be a multiple of 16, got {self.width}")
         checks.positive("learning_rate")
+        checks.one_of(SCHEDULES, "schedule")
         checks.betas()
         for name in ("band", "held_out_band"):
             band = getattr(self, name)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from .games import TASK_TYPES
+
 
 def add_commands(subparsers: Any) -> None:
     """Add the command `alfworld` to what `add_subparsers` gave; its function is the parsed `command`."""
@@ -16,7 +18,7 @@ def add_commands(subparsers: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="make games without any download",
-        description="Make games of all six types from the alfworld package's files, as dense as the official ones, each"
+        description="Make games of the six task types from the alfworld package's files, as dense as the official ones, each"
         " played to its end before it is kept. The folder can then be the environment's data:"
         " rspo train --env alfworld --set env.options='{data: DIR}', or ALFWORLD_DATA=DIR.",
     )
@@ -29,6 +31,14 @@ def add_commands(subparsers: Any) -> None:
         default=0.1,
         metavar="SHARE",
         help="share of the games in each of valid_seen and valid_unseen (default: 0.1)",
+    )
+    generate.add_argument(
+        "--types",
+        nargs="+",
+        choices=TASK_TYPES,
+        default=list(TASK_TYPES),
+        metavar="TYPE",
+        help=f"task types, taken in turn: some of {', '.join(TASK_TYPES)} (default: all)",
     )
     generate.add_argument("--quiet", action="store_true", help="no progress bar")
     generate.set_defaults(command=_generate)
@@ -43,7 +53,12 @@ def _generate(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--n must be at least 3, one game for each split; got {parsed.n}")
     try:
         result = generate_games(
-            parsed.out, parsed.n, parsed.seed, eval_share=parsed.eval_share, progress=not parsed.quiet
+            parsed.out,
+            parsed.n,
+            parsed.seed,
+            eval_share=parsed.eval_share,
+            task_types=parsed.types,
+            progress=not parsed.quiet,
         )
     except (ImportError, RuntimeError, ValueError) as error:
         raise ConfigError(str(error)) from error
