@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rspo import RSPOTrainer, demo
 from rspo.agent import Agent
+from rspo.batch import Batch
 from rspo.cli import main
 from rspo.config import Config, ConfigError
 from rspo.config_io import apply_flags, load_config, save_config
@@ -526,6 +527,21 @@ def test_warm_up_is_deterministic_and_measures_its_band(household: HouseholdEnv)
         warm_up(household, unreachable, progress=False)
     with pytest.raises(ConfigError, match=r"set policy\.path"):
         warm_up(ParityEnv(), config, progress=False)
+
+
+@pytest.mark.parametrize(("schedule", "factors"), [("constant", [1, 1, 1, 1]), ("linear", [1, 0.75, 0.5, 0.25])])
+def test_the_learning_rate_of_cloning_follows_its_schedule(
+    schedule: str, factors: list[float], household: HouseholdEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[float] = []
+
+    def clone(policy: Policy, batch: Batch, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        used.append(optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr("rspo.warmup._clone", clone)
+    wide = ("warmup.band=[0.0, 1.0]", "warmup.held_out_band=[0.0, 1.0]", "warmup.max_updates=4", "warmup.check_every=4")
+    warm_up(household, small_config(*WARM, *wide, f"warmup.schedule={schedule}"), progress=False)
+    assert used == pytest.approx([5e-3 * factor for factor in factors])
 
 
 def test_labels_must_match_runs(tmp_path: Path) -> None:
