@@ -18,8 +18,8 @@ def add_commands(subparsers: Any) -> None:
     generate = commands.add_parser(
         "generate",
         help="make games without any download",
-        description="Make games from the alfworld package's files, as dense as the official ones, each played to its end"
-        " before it is kept. The folder can then be the environment's data:"
+        description="Make games from the alfworld package's files, as dense as the official ones, each played to its"
+        " end before it is kept. The folder can then be the environment's data:"
         " rspo train --env alfworld --set env.options='{data: DIR}', or ALFWORLD_DATA=DIR.",
     )
     generate.add_argument("--n", type=int, default=1000, metavar="N", help="number of games (default: 1000)")
