@@ -47,7 +47,8 @@ def dry_run(config: Config, folder: Path, resume: bool = False) -> Report:
     findings = Findings()
     check_machine(config, folder, resume, findings)
     environment, max_turns, vocabulary = _environment(config, folder, resume, findings)
-    name, shape = _model(config, vocabulary, findings)
+    is_made = _makes_start(config, folder, resume)
+    name, shape = _model(config, vocabulary, is_made, findings)
     estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
     has_critic = estimator is not None and estimator.needs_critic
     findings.attempt(lambda: find_reporters(config.run.report_to))
@@ -132,12 +133,18 @@ def _environment(config: Config, folder: Path, resume: bool, findings: Findings)
         return f"{config.env.name}, which cannot be opened here", _stated_turns(config), None
     with closing(made) as env:
         findings.attempt(lambda: check_split(env, config))
-        if config.policy.path is None and not (resume and (folder / START).is_dir()):
+        if _makes_start(config, folder, resume):
             findings.attempt(lambda: expert_of(env, NO_START))
         words = env.vocabulary()
         text = f"{config.env.name}, {_tasks(env, 'train')} training tasks, {_tasks(env, config.evaluation.split)} of"
         text += f" split {config.evaluation.split!r}, at most {env.max_turns} turns"
         return text, env.max_turns, None if words is None else len(words)
+
+
+def _makes_start(config: Config, folder: Path, resume: bool) -> bool:
+    """Whether the run makes its start policy: `policy.path` names none, and none is in the folder of a run to go on
+    with."""
+    return config.policy.path is None and not (resume and (folder / START).is_dir())
 
 
 def _tasks(env: BatchedEnv, split: str) -> str:
@@ -158,13 +165,14 @@ def _stated_turns(config: Config) -> int | None:
     return stated if isinstance(stated, int) and stated > 0 else None
 
 
-def _model(config: Config, vocabulary: int | None, findings: Findings) -> tuple[str, ModelShape | None]:
-    """In words, and its shape where that is known without a download."""
+def _model(config: Config, vocabulary: int | None, is_made: bool, findings: Findings) -> tuple[str, ModelShape | None]:
+    """In words, and its shape where that is known without a download; is_made: as `_makes_start`."""
     path, dtype = config.policy.path, config.policy.dtype
     if path is None:
         shape: ModelShape | None = _small_shape(config, vocabulary)
         name = "a small one, made and warmed up before training"
-        check_small_model(config, findings)
+        if is_made:
+            check_small_model(config, findings)
     elif Path(path).is_dir():
         shape, name = findings.attempt(lambda: local_shape(Path(path))), f"{path}, a local folder"
         if shape is not None:

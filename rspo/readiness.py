@@ -32,7 +32,7 @@ from .model_checks import (
 )
 from .model_shapes import loading_reason
 from .runs import check_folder, check_length
-from .small_models import small_policy, word_tokenizer
+from .small_models import check_small_dtype, small_policy, word_tokenizer
 
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -136,6 +136,7 @@ def _check_place(config: Config, folder: Path, resume: bool) -> None:
 
 def check_small_model(config: Config, findings: Findings) -> None:
     """Of the model that is made where `policy.path` names none."""
+    findings.attempt(lambda: check_small_dtype(config.policy))
     if config.lora.rank > 0:
         policy = replace(config.policy, device="cpu", attention="eager", fused="off")
         settings = config.warmup

@@ -260,6 +260,7 @@ def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.Captu
         (["policy.device=cuda:99"], "policy.device='cuda:99' cannot be used"),
         (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
         (["policy.attention=flash_attention_2"], "needs policy.dtype 'bfloat16' or 'float16', got 'float32'"),
+        (["policy.dtype=float16"], "policy.dtype must be 'float32' or 'bfloat16' where policy.path is None"),
         (["policy.device=cuda:1", "parallel.processes=2"], "policy.device='cuda:1' is one device, but parallel.proces"),
         ([SERVER, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
         ([VLLM, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
