@@ -8,6 +8,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from .config import Config
+from .lora import check_targets
 from .model_checks import check_attention_device, check_device
 from .models import Policy
 from .sections import ConfigError, PolicyConfig
@@ -97,3 +99,12 @@ def check_small_dtype(config: PolicyConfig) -> None:
             "policy.dtype must be 'float32' or 'bfloat16' where policy.path is None: the small model's warm-up trains"
             " the weights themselves, got 'float16'"
         )
+
+
+def check_small_targets(config: Config) -> None:
+    """Raises ConfigError for `lora.targets` that the model of `config.warmup` does not have, without making it whole:
+    its layers are called what they are called at any width and vocabulary."""
+    if config.lora.rank > 0:
+        policy = PolicyConfig(fused="off")
+        made = small_policy(word_tokenizer(()), 0, policy, width=16, layers=config.warmup.layers)
+        check_targets(made.model, config.lora)
