@@ -1,6 +1,7 @@
 """From a configuration to a run: its folder, environment, start policy and trainer.
 
-A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy), `checkpoints/` and plots.
+A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy) or `base.json` (its fingerprint, where
+`policy.path` names it), `checkpoints/` and plots.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .engines import open_backend
 from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
-from .lora import fingerprint, require_peft, require_whole_model
+from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
 from .model_checks import check_device, check_run
 from .models import Policy
 from .observer import Observer
@@ -35,6 +36,7 @@ from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
 from .small_models import check_small_dtype, check_small_targets
+from .start_fingerprint import check_fingerprint, has_fingerprint, store_fingerprint, stored_fingerprint
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
 from .trainer import Trainer
@@ -141,6 +143,12 @@ def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
 
 
+def _know_start(start: Policy, config: Config, folder: Path, resume: bool | Path) -> None:
+    """Of a new run store the fingerprint of the model at `policy.path`, of a resumed one hold that model against it."""
+    if has_fingerprint(config):
+        (check_fingerprint if resume else store_fingerprint)(folder, start)
+
+
 def untrained_policy(config: Config, env: BatchedEnv, ranks: Ranks, *, progress: bool) -> Policy:
     """The policy that a run would start from, for all processes at once: that of `policy.path`, or the tiny model,
     which one of several processes warms up for all."""
@@ -213,6 +221,8 @@ def open_run(
             require_peft(f"lora.rank={config.lora.rank}")
         ranks.from_main(lambda: _prepare(folder))
         start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
+        if policy is None:
+            ranks.from_main(lambda: _know_start(start, config, folder, resume))
         with start.whole():
             check_run(start, config)
         checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
@@ -277,6 +287,7 @@ def _take_folder(config: Config, folder: Path, resume: bool | Path) -> None:
     check_folder(config, folder, resume)
     if not resume:  # left by a start that broke off, of whatever settings
         shutil.rmtree(folder / START, ignore_errors=True)
+        (folder / BASE_FILE).unlink(missing_ok=True)
 
 
 def check_length(config: Config, done: int) -> None:
@@ -287,7 +298,7 @@ def check_length(config: Config, done: int) -> None:
 
 def _prepare(folder: Path) -> None:
     prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, START):
+    for leftovers in (CONFIG_FILE, BASE_FILE, START):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
 
@@ -343,14 +354,20 @@ def _check_resumable(config: Config, folder: Path) -> None:
     for name, old in before.items():
         may_change = name != "run.seed" and name.startswith(MAY_CHANGE)
         if name == "policy.path":
-            # Only the reference still comes from there, or the base of an adapter, which knows it by its fingerprint.
-            may_change = config.loss.kl_coef == 0 or config.adapts_both
+            may_change = None not in (old, now[name]) and _start_may_move(config, folder)
         if name == "swap.copy":
             may_change = "adapter" not in (old, now[name])  # the others differ in where things lie
         if old != now[name] and not may_change:
             raise ConfigError(
                 f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {now[name]!r}"
             )
+
+
+def _start_may_move(config: Config, folder: Path) -> bool:
+    """Whether a run can go on with its start at another place: it, or an adapter on it, knows it by its fingerprint, or
+    after the first checkpoint nothing comes from there but the reference of a KL term."""
+    is_known = stored_fingerprint(folder) is not None and has_fingerprint(config)
+    return is_known or config.loss.kl_coef == 0 or config.adapts_both
 
 
 def how_to_go_on(folder: Path) -> str:
