@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from inspect import Parameter, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,12 +143,6 @@ def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
 
 
-def _know_start(start: Policy, config: Config, folder: Path, resume: bool | Path) -> None:
-    """Of a new run store the fingerprint of the model at `policy.path`, of a resumed one hold that model against it."""
-    if has_fingerprint(config):
-        (check_fingerprint if resume else store_fingerprint)(folder, start)
-
-
 def untrained_policy(config: Config, env: BatchedEnv, ranks: Ranks, *, progress: bool) -> Policy:
     """The policy that a run would start from, for all processes at once: that of `policy.path`, or the tiny model,
     which one of several processes warms up for all."""
@@ -209,6 +203,8 @@ def open_run(
     set_threads(config)
     check_device(config.policy)
     with ExitStack() as opened:  # what was opened by the time that something fails is closed
+        if ranks.is_main and not folder.exists():
+            opened.callback(_remove_empty, folder)
         if env is None:
             env = opened.enter_context(closing(build_env(config)))
         check_split(env, config)
@@ -221,8 +217,8 @@ def open_run(
             require_peft(f"lora.rank={config.lora.rank}")
         ranks.from_main(lambda: _prepare(folder))
         start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
-        if policy is None:
-            ranks.from_main(lambda: _know_start(start, config, folder, resume))
+        if resume and has_fingerprint(config):
+            ranks.from_main(lambda: check_fingerprint(folder, start))
         with start.whole():
             check_run(start, config)
         checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
@@ -230,12 +226,14 @@ def open_run(
         check_length(config, state["step"])
         if checkpoint:  # as their records are
             ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
-        policy, reference = policy_and_reference(start, config)
+        trained, reference = policy_and_reference(start, config)
         if not resume and ranks.is_main:
             opened.callback(_forget, folder)
+        if not resume and policy is None and has_fingerprint(config):
+            ranks.from_main(lambda: store_fingerprint(folder, start))
         ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
         tracker = opened.enter_context(closing(_open_tracker(config, folder, state, progress, reporters, ranks)))
-        agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
+        agent = Agent(trained, config, estimator.needs_critic, ranks=ranks)
         trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
         if checkpoint:
             trainer.load(checkpoint)
@@ -262,8 +260,15 @@ def nothing_trained(trainer: Trainer) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Take away `config.yaml`, by which a folder holds a run."""
-    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    """Take away `config.yaml`, by which a folder holds a run, and what the run knew its start by."""
+    for name in (CONFIG_FILE, BASE_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take away a folder that a start has made, if it has come to nothing."""
+    with suppress(OSError):  # it holds something, or was never made
+        folder.rmdir()
 
 
 def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:

@@ -338,6 +338,31 @@ def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Pat
     run(config, tmp_path / "run")
 
 
+def test_a_start_that_fails_leaves_no_empty_folder(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor takes away one that was there."""
+    folder = tmp_path / "run"
+
+    def fails(said: str, *flags: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            open_run(small_config(*SMALL, *flags), folder, progress=False)
+
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("the model cannot do that")
+
+    for existed in (False, True):
+        if existed:
+            folder.mkdir()
+        fails("'nowhere' is not a folder", "policy.path=nowhere")
+        fails("no scripted expert", "env.name=rspo_toys:ParityEnv", "env.options={}")
+        with monkeypatch.context() as patch:
+            patch.setattr("rspo.runs.check_run", refuse)
+            fails("cannot do that", f"policy.path={start}")
+        assert folder.exists() == existed
+        assert not existed or list(folder.iterdir()) == []
+
+
 OPEN: set[str] = set()
 """What is open of the three below."""
 
