@@ -318,17 +318,30 @@ def test_a_start_policy_is_evaluated_in_its_runs_environment(
     assert json.loads(capsys.readouterr().out)["turns"] < 4
 
 
-@pytest.mark.parametrize("place", ["models/mine", "checkpoints/mine", "start"])
+@pytest.mark.parametrize(
+    ("place", "inside"), [("models/mine", False), ("models/mine", True), ("checkpoints/mine", False), ("start", False)]
+)
 def test_a_config_of_another_project_is_none_of_ours(
-    start: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+    start: Path, tmp_path: Path, place: str, inside: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("name: something else\n", encoding="utf-8")
     shutil.copytree(start, tmp_path / place)
+    if inside:
+        (tmp_path / "config.yaml").rename(tmp_path / place / "config.yaml")
     command = [str(tmp_path / place), "--out", str(tmp_path / "whole")]
     assert main(["export", *command]) == 0
     assert "the model of" in capsys.readouterr().out
     flags = ["--episodes", "2", "--json", "--set", "env.options={max_turns: 2}"]
     assert main(["eval", str(tmp_path / place), *flags]) == 0
+
+
+def test_a_model_that_was_saved_in_a_runs_folder_leaves_it_a_run(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(small_config(*flags_for(start, "run.steps=1"), method="grpo"), tmp_path)
+    small_policy().save(tmp_path)
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "whole")]) == 0
+    assert "step-000001" in capsys.readouterr().out
 
 
 def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Path) -> None:
