@@ -96,7 +96,8 @@ class Callbacks(Observer):
     """Callbacks with the state and control that they are given.
 
     Args:
-        callbacks: objects, or classes that are called without arguments. Raises TypeError for anything else.
+        callbacks: a sequence of objects, or of classes that are called without arguments. Raises TypeError for anything
+            else.
         args: what they see of the settings. `metric_for_best_model` is the evaluation's metric that
             `state.best_metric` follows.
 
@@ -105,6 +106,11 @@ class Callbacks(Observer):
     """
 
     def __init__(self, callbacks: Iterable[TrainerCallback | type[TrainerCallback]], args: CallbackArguments) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise TypeError(
+                "callbacks must be a sequence of transformers.TrainerCallback objects or classes, as [one], got"
+                f" {callbacks!r}"
+            )
         self.args = args
         self.state = TrainerState(
             max_steps=args.max_steps,

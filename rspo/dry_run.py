@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .config import Config
-from .distributed import launch_command
+from .distributed import launch_command, launched
 from .engines import expert_of
 from .envs import BatchedEnv, find_factory
 from .estimators import make_estimator
@@ -45,9 +45,11 @@ class Report:
 def dry_run(config: Config, folder: Path, resume: bool = False) -> Report:
     """What a run with this configuration, in this folder, needs and does."""
     findings = Findings()
+    config = _as_launched(config)
     check_machine(config, folder, resume, findings)
     environment, max_turns, vocabulary = _environment(config, folder, resume, findings)
-    name, shape = _model(config, vocabulary, findings)
+    is_made = _makes_start(config, folder, resume)
+    name, shape = _model(config, vocabulary, is_made, findings)
     estimator = findings.attempt(lambda: make_estimator(config.estimator_name, config.estimator))
     has_critic = estimator is not None and estimator.needs_critic
     findings.attempt(lambda: find_reporters(config.run.report_to))
@@ -65,6 +67,13 @@ def dry_run(config: Config, folder: Path, resume: bool = False) -> Report:
             parts.append(_memory(config, memory_setup(config, work, shape, has_critic), findings))
         parts.append(_batches(config, work))
     return Report("\n\n".join([*parts, *_verdict(findings)]), len(findings.problems))
+
+
+def _as_launched(config: Config) -> Config:
+    """With the number of processes that a launcher has started, where the settings leave it open."""
+    if config.parallel.processes is not None or not launched():
+        return config
+    return replace(config, parallel=replace(config.parallel, processes=int(os.environ.get("WORLD_SIZE", 1))))
 
 
 def _verdict(findings: Findings) -> list[str]:
@@ -132,12 +141,18 @@ def _environment(config: Config, folder: Path, resume: bool, findings: Findings)
         return f"{config.env.name}, which cannot be opened here", _stated_turns(config), None
     with closing(made) as env:
         findings.attempt(lambda: check_split(env, config))
-        if config.policy.path is None and not (resume and (folder / START).is_dir()):
+        if _makes_start(config, folder, resume):
             findings.attempt(lambda: expert_of(env, NO_START))
         words = env.vocabulary()
         text = f"{config.env.name}, {_tasks(env, 'train')} training tasks, {_tasks(env, config.evaluation.split)} of"
         text += f" split {config.evaluation.split!r}, at most {env.max_turns} turns"
         return text, env.max_turns, None if words is None else len(words)
+
+
+def _makes_start(config: Config, folder: Path, resume: bool) -> bool:
+    """Whether the run makes its start policy: `policy.path` names none, and none is in the folder of a run to go on
+    with."""
+    return config.policy.path is None and not (resume and (folder / START).is_dir())
 
 
 def _tasks(env: BatchedEnv, split: str) -> str:
@@ -158,13 +173,14 @@ def _stated_turns(config: Config) -> int | None:
     return stated if isinstance(stated, int) and stated > 0 else None
 
 
-def _model(config: Config, vocabulary: int | None, findings: Findings) -> tuple[str, ModelShape | None]:
-    """In words, and its shape where that is known without a download."""
+def _model(config: Config, vocabulary: int | None, is_made: bool, findings: Findings) -> tuple[str, ModelShape | None]:
+    """In words, and its shape where that is known without a download; is_made: as `_makes_start`."""
     path, dtype = config.policy.path, config.policy.dtype
     if path is None:
         shape: ModelShape | None = _small_shape(config, vocabulary)
         name = "a small one, made and warmed up before training"
-        check_small_model(config, findings)
+        if is_made:
+            check_small_model(config, findings)
     elif Path(path).is_dir():
         shape, name = findings.attempt(lambda: local_shape(Path(path))), f"{path}, a local folder"
         if shape is not None:
@@ -190,7 +206,9 @@ def _small_shape(config: Config, vocabulary: int | None) -> ModelShape:
 
 
 def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
-    lines = ["memory of a device, calculated:"]
+    processes = config.parallel.processes or 1
+    each = f"for each of {processes} processes" if processes > 1 else ""
+    lines = [f"{f'memory of a device {each}'.rstrip()}, calculated:"]
     lines += [_line(name, size) for name, size in setup.parts.items()]
     largest = max(setup.phases, key=lambda name: setup.phases[name])
     lines += [
@@ -202,7 +220,9 @@ def _memory(config: Config, setup: MemorySetup, findings: Findings) -> str:
         lines.append(_line("in the CPU's memory, agent A", setup.host, "while B acts"))
         if _is_cpu(config):  # which is the same memory
             peak += setup.host
-    lines.append(_line("at the highest", peak))
+    lines.append(_line("at the highest", peak, each))
+    if processes > 1 and _is_cpu(config):  # which is one device for all of them
+        lines.append(f"  together {_size(processes * peak)}, where they share a machine")
     if config.engine.name == "vllm":
         lines.append(f"  and vLLM, {config.engine.gpu_memory:.0%} of the device, which is not counted")
     if config.rewards.model_path is not None and any(learns_densely(config)):
@@ -226,7 +246,8 @@ def _fits(peak: int, config: Config, findings: Findings) -> str:
         )
     sizes = USUAL_DEVICES if total is None else (total,)
     words = ", ".join(f"{size / GB:,.0f} GB: {'yes' if peak <= USABLE * size else 'no'}" for size in sizes)
-    return f"  fits, a tenth left free, into {words}"
+    one = "one process fits" if (config.parallel.processes or 1) > 1 else "fits"
+    return f"  {one}, a tenth left free, into {words}"
 
 
 def _is_cpu(config: Config) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from .model_checks import (
     check_positions,
 )
 from .runs import check_folder, check_length
-from .small_models import small_policy, word_tokenizer
+from .small_models import check_small_dtype, check_small_targets
 
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -136,11 +136,8 @@ def _check_place(config: Config, folder: Path, resume: bool) -> None:
 
 def check_small_model(config: Config, findings: Findings) -> None:
     """Of the model that is made where `policy.path` names none."""
-    if config.lora.rank > 0:
-        policy = replace(config.policy, device="cpu", attention="eager", fused="off")
-        settings = config.warmup
-        made = small_policy(word_tokenizer(()), 0, policy, width=settings.width, layers=settings.layers)
-        findings.attempt(lambda: check_targets(made.model, config.lora))
+    findings.attempt(lambda: check_small_dtype(config.policy))
+    findings.attempt(lambda: check_small_targets(config))
 
 
 def check_model_folder(path: Path, config: Config, findings: Findings) -> None:

@@ -27,6 +27,7 @@ from .evaluate import evaluate
 from .lora import hide_local_base, is_adapter
 from .model_card import model_card
 from .models import Policy
+from .progress import transformers_bars
 from .rewards import RewardFunction, training_rewards
 from .runs import check_split, default_folder, nothing_trained, open_run, set_threads, startable_again, untrained_policy
 from .storage import write_text
@@ -50,7 +51,7 @@ class RSPOTrainer:
         output_dir: the run's folder; None: `runs/METHOD-ENV-seedSEED`, as `rspo train`.
         metric_for_best_model: the evaluation's metric that `state.best_metric` follows, with or without `eval_`.
         greater_is_better: which way.
-        progress: show bars.
+        progress: show bars, transformers' own among them.
 
     Several processes (`torchrun`, `accelerate launch`) each have a trainer and call the same methods in the same order;
     the main one writes.
@@ -119,23 +120,24 @@ class RSPOTrainer:
         self._close_backend()
         # One that several processes have made for an evaluation may be sharded, and is made again in the run's folder.
         start = self._given if launched() else self._start
-        trainer = open_run(
-            self.config,
-            self.folder,
-            resume=resume,
-            progress=self.progress,
-            env=self.env,
-            policy=None if resume or self.config.policy.path is not None else start,
-            dense_reward=self._dense_reward,
-            observer=self._callbacks,
-        )
+        with transformers_bars(self.progress):
+            trainer = open_run(
+                self.config,
+                self.folder,
+                resume=resume,
+                progress=self.progress,
+                env=self.env,
+                policy=None if resume or self.config.policy.path is not None else start,
+                dense_reward=self._dense_reward,
+                observer=self._callbacks,
+            )
         self._trainer, self._start, self._backend = trainer, None, trainer.backend
         self._show_callbacks(trainer.agent.policy)
         self._callbacks.subject["optimizer"] = trainer.agent.optimizer
         before = trainer.books.tracker.records
         try:
             self._callbacks.train_begin(trainer.books.step, read_metrics(self.folder))
-            with startable_again(trainer, resume):
+            with startable_again(trainer, resume), transformers_bars(self.progress):
                 trainer.train()
             self._callbacks.train_end()
         except ConfigError:
@@ -176,7 +178,8 @@ class RSPOTrainer:
         """Write the policy as it is, with its tokenizer, as a folder that transformers loads."""
         policy = self._policy()
         weights = policy.gathered_weights()
-        self._ranks.from_main(lambda: policy.save(Path(output_dir), weights))
+        with transformers_bars(self.progress):
+            self._ranks.from_main(lambda: policy.save(Path(output_dir), weights))
 
     def create_model_card(self, output_dir: str | os.PathLike[str]) -> None:
         """Write `README.md`, the model card that `push_to_hub` uploads, into a folder. It has no paths of this
@@ -286,7 +289,8 @@ class RSPOTrainer:
             if not launched():  # shares are for several processes
                 config = replace(config, parallel=replace(config.parallel, shard="none"))
             progress = self.progress and ranks.is_main
-            self._start = untrained_policy(config, self.env, ranks, progress=progress)
+            with transformers_bars(self.progress):
+                self._start = untrained_policy(config, self.env, ranks, progress=progress)
         return self._start
 
     def _resume(self, given: bool | str | os.PathLike[str] | None) -> bool | Path:

@@ -1,13 +1,14 @@
 """From a configuration to a run: its folder, environment, start policy and trainer.
 
-A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy), `checkpoints/` and plots.
+A run's folder holds `config.yaml`, `metrics.jsonl`, `start/` (the start policy) or `base.json` (its fingerprint, where
+`policy.path` names it), `checkpoints/` and plots.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from inspect import Parameter, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from .engines import open_backend
 from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
-from .lora import fingerprint, require_peft, require_whole_model
+from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
 from .model_checks import check_device, check_run
 from .models import Policy
 from .observer import Observer
@@ -34,6 +35,8 @@ from .reporters import Reporter, find_reporters
 from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
+from .small_models import check_small_dtype, check_small_targets
+from .start_fingerprint import check_fingerprint, has_fingerprint, store_fingerprint, stored_fingerprint
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
 from .trainer import Trainer
@@ -133,7 +136,10 @@ def start_policy(
 
 
 def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
-    """The tiny model, warmed up on the environment."""
+    """The tiny model, warmed up on the environment. Raises ConfigError that `warm_up` raises, and for settings that it
+    could not be trained with."""
+    check_small_dtype(config.policy)
+    check_small_targets(config)
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
 
 
@@ -197,6 +203,8 @@ def open_run(
     set_threads(config)
     check_device(config.policy)
     with ExitStack() as opened:  # what was opened by the time that something fails is closed
+        if ranks.is_main and not folder.exists():
+            opened.callback(_remove_empty, folder)
         if env is None:
             env = opened.enter_context(closing(build_env(config)))
         check_split(env, config)
@@ -209,6 +217,8 @@ def open_run(
             require_peft(f"lora.rank={config.lora.rank}")
         ranks.from_main(lambda: _prepare(folder))
         start = start_policy(config, env, folder, progress=progress, given=policy, ranks=ranks)
+        if resume and has_fingerprint(config):
+            ranks.from_main(lambda: check_fingerprint(folder, start))
         with start.whole():
             check_run(start, config)
         checkpoint = _checkpoint(config, folder, resume, estimator.needs_critic, start, ranks) if resume else None
@@ -216,12 +226,14 @@ def open_run(
         check_length(config, state["step"])
         if checkpoint:  # as their records are
             ranks.from_main(lambda: drop_newer_checkpoints(folder / "checkpoints", state["step"]))
-        policy, reference = policy_and_reference(start, config)
+        trained, reference = policy_and_reference(start, config)
         if not resume and ranks.is_main:
             opened.callback(_forget, folder)
+        if not resume and policy is None and has_fingerprint(config):
+            ranks.from_main(lambda: store_fingerprint(folder, start))
         ranks.from_main(lambda: save_config(as_given, folder / CONFIG_FILE))
         tracker = opened.enter_context(closing(_open_tracker(config, folder, state, progress, reporters, ranks)))
-        agent = Agent(policy, config, estimator.needs_critic, ranks=ranks)
+        agent = Agent(trained, config, estimator.needs_critic, ranks=ranks)
         trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
         if checkpoint:
             trainer.load(checkpoint)
@@ -248,8 +260,15 @@ def nothing_trained(trainer: Trainer) -> bool:
 
 
 def _forget(folder: Path) -> None:
-    """Take away `config.yaml`, by which a folder holds a run."""
-    (folder / CONFIG_FILE).unlink(missing_ok=True)
+    """Take away `config.yaml`, by which a folder holds a run, and what the run knew its start by."""
+    for name in (CONFIG_FILE, BASE_FILE):
+        (folder / name).unlink(missing_ok=True)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Take away a folder that a start has made, if it has come to nothing."""
+    with suppress(OSError):  # it holds something, or was never made
+        folder.rmdir()
 
 
 def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
@@ -273,6 +292,7 @@ def _take_folder(config: Config, folder: Path, resume: bool | Path) -> None:
     check_folder(config, folder, resume)
     if not resume:  # left by a start that broke off, of whatever settings
         shutil.rmtree(folder / START, ignore_errors=True)
+        (folder / BASE_FILE).unlink(missing_ok=True)
 
 
 def check_length(config: Config, done: int) -> None:
@@ -283,7 +303,7 @@ def check_length(config: Config, done: int) -> None:
 
 def _prepare(folder: Path) -> None:
     prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, START):
+    for leftovers in (CONFIG_FILE, BASE_FILE, START):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
 
@@ -339,14 +359,20 @@ def _check_resumable(config: Config, folder: Path) -> None:
     for name, old in before.items():
         may_change = name != "run.seed" and name.startswith(MAY_CHANGE)
         if name == "policy.path":
-            # Only the reference still comes from there, or the base of an adapter, which knows it by its fingerprint.
-            may_change = config.loss.kl_coef == 0 or config.adapts_both
+            may_change = None not in (old, now[name]) and _start_may_move(config, folder)
         if name == "swap.copy":
             may_change = "adapter" not in (old, now[name])  # the others differ in where things lie
         if old != now[name] and not may_change:
             raise ConfigError(
                 f"{name} of the run in {folder} is {old!r} and cannot change on --resume, got {now[name]!r}"
             )
+
+
+def _start_may_move(config: Config, folder: Path) -> bool:
+    """Whether a run can go on with its start at another place: it, or an adapter on it, knows it by its fingerprint, or
+    after the first checkpoint nothing comes from there but the reference of a KL term."""
+    is_known = stored_fingerprint(folder) is not None and has_fingerprint(config)
+    return is_known or config.loss.kl_coef == 0 or config.adapts_both
 
 
 def how_to_go_on(folder: Path) -> str:

@@ -8,8 +8,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from .config import PolicyConfig
+from .config import Config
+from .lora import check_targets
+from .model_checks import check_attention_device, check_device
 from .models import Policy
+from .sections import ConfigError, PolicyConfig
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 SPECIAL = (PAD, EOS, UNK)
@@ -51,7 +54,11 @@ def small_policy(
 
     Of type Llama, which is Qwen2 without biases: transformers 5 gives every Qwen2 folder Qwen2's own tokenizer,
     whatever tokenizer was saved in it.
+
+    Raises ConfigError where the device is not here, or the attention cannot run on it.
     """
+    check_attention_device(config)
+    check_device(config)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -83,3 +90,21 @@ def small_policy(
 def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:
     """A fresh model of two layers and width 64 (85 thousand weights) over a vocabulary of words."""
     return small_policy(word_tokenizer(vocabulary), seed, config, max_length=max_length)
+
+
+def check_small_dtype(config: PolicyConfig) -> None:
+    """Raises ConfigError for a dtype that the warm-up cannot train in: in float16 Adam divides by zero."""
+    if config.dtype == "float16":
+        raise ConfigError(
+            "policy.dtype must be 'float32' or 'bfloat16' where policy.path is None: the small model's warm-up trains"
+            " the weights themselves, got 'float16'"
+        )
+
+
+def check_small_targets(config: Config) -> None:
+    """Raises ConfigError for `lora.targets` that the model of `config.warmup` does not have, without making it whole:
+    its layers are called what they are called at any width and vocabulary."""
+    if config.lora.rank > 0:
+        policy = PolicyConfig(fused="off")
+        made = small_policy(word_tokenizer(()), 0, policy, width=16, layers=config.warmup.layers)
+        check_targets(made.model, config.lora)

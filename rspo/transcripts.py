@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from .evaluate import Evaluation
-from .models import Policy
 from .storage import write_text, writing
+from .texts import Texts
 from .trajectory import Trajectory
 
 TRANSCRIPTS = "transcripts"
 """Their folder in a run's folder."""
 
 
-def write_transcripts(path: Path, policy: Policy, evaluation: Evaluation, count: int, step: int) -> None:
+def write_transcripts(path: Path, texts: Texts, evaluation: Evaluation, count: int, step: int) -> None:
     """Write `count` of the episodes at the main temperature, the same ones at every evaluation; and where all of those
     were won, or all lost, one of the other kind, if there is any. Raises StorageError."""
     temperature, episodes = evaluation.main
@@ -27,7 +27,7 @@ def write_transcripts(path: Path, policy: Policy, evaluation: Evaluation, count:
         f"After {step} updates of agent A: episodes {numbers} of {len(episodes)} ({evaluation.split}), temperature"
         f" {temperature:g}."
     )
-    parts = [heading, *(transcript(policy, episode) for episode in shown)]
+    parts = [heading, *(transcript(texts, episode) for episode in shown)]
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, "\n\n".join(parts) + "\n")
@@ -43,7 +43,7 @@ def chosen(episodes: Sequence[Trajectory], count: int) -> list[Trajectory]:
     return shown + [episode for episode in episodes if episode.won not in outcomes][:1]
 
 
-def transcript(policy: Policy, trajectory: Trajectory) -> str:
+def transcript(texts: Texts, trajectory: Trajectory) -> str:
     """One episode: task, outcome, and at each turn what the model read and wrote, token for token: special tokens
     stand where the model saw them. Of a prompt that continues the turn before it, only what is new."""
     outcome = "won" if trajectory.won else "lost, cut off by the turn limit" if trajectory.truncated else "lost"
@@ -58,7 +58,7 @@ def transcript(policy: Policy, trajectory: Trajectory) -> str:
         continues = len(before) > 0 and np.array_equal(turn.prompt_ids[: len(before)], before)
         read = turn.prompt_ids[len(before) :] if continues else turn.prompt_ids
         before = np.concatenate([turn.prompt_ids, turn.response_ids])
-        prompt, response = policy.tokenizer.batch_decode([read.tolist(), turn.response_ids.tolist()])
+        prompt, response = texts.tokenizer.batch_decode([read.tolist(), turn.response_ids.tolist()])
         validity = "" if turn.is_action_valid else " (invalid)"
         lines += [
             "",

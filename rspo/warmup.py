@@ -18,6 +18,7 @@ from .engines import ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
 from .evaluate import play
 from .layouts import make_layout
+from .model_checks import check_attention_device, check_attention_dtype
 from .models import Policy
 from .randomness import named_generator, named_seed
 from .rollout import rollout
@@ -124,7 +125,10 @@ def _side(success: float, band: tuple[float, float]) -> int:
 
 def fresh_policy(env: BatchedEnv, config: Config) -> Policy:
     """An untrained policy of `warmup.width` and `warmup.layers` over the environment's words; where it does not list
-    them, over `warmup.pieces` pieces of text, learned from demonstrations."""
+    them, over `warmup.pieces` pieces of text, learned from demonstrations. Raises ConfigError where it could not run
+    here."""
+    check_attention_device(config.policy)  # a device that will not do is said before a dtype
+    check_attention_dtype(config.policy)
     settings = config.warmup
     seed = named_seed(config.run.seed, "model")
     words = env.vocabulary()

@@ -16,6 +16,7 @@ import torch
 import yaml
 from doc_examples import code_blocks
 from huggingface_hub import HfApi
+from huggingface_hub.utils import are_progress_bars_disabled
 from rspo_toys import ParityEnv, small_config, small_policy
 from transformers import (
     AutoConfig,
@@ -27,6 +28,7 @@ from transformers import (
     TrainerCallback,
     TrainerControl,
 )
+from transformers.utils import logging as transformers_logging
 
 from rspo import RSPOTrainer
 from rspo.cli import main
@@ -295,6 +297,9 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
         (TypeError, "dense_reward must be a function", {"dense_reward": 3}),
         (ConfigError, "rewards.dense='nomodule:f' cannot be imported", {"dense_reward": "nomodule:f"}),
         (TypeError, "callbacks must be transformers.TrainerCallback", {"callbacks": [print]}),
+        (TypeError, "callbacks must be a sequence .* got <test_rspo_hf.Recorder", {"callbacks": Recorder()}),
+        (TypeError, "callbacks must be a sequence .* got <class .*Recorder", {"callbacks": Recorder}),
+        (TypeError, "callbacks must be a sequence .* got None", {"callbacks": None}),
     ]  # fmt: skip
     for kind, message, arguments in cases:
         with pytest.raises(kind, match=message):
@@ -317,6 +322,24 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
             trainer.evaluate(**wrong)
     with pytest.raises(ConfigError, match=r"evaluation\.split='tset'"):
         quiet(small_policy(), env="household").evaluate(split="tset")
+
+
+def test_without_progress_no_bar_is_drawn(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not transformers' own either, which are as they were afterwards."""
+    config = parity(f"policy.path={start}", "run.steps=1")
+    quiet_one = quiet(args=config, output_dir=tmp_path / "run")
+    transformers_logging.enable_progress_bar()
+    try:
+        quiet_one.evaluate()
+        quiet_one.train()
+        quiet_one.save_model(tmp_path / "saved")
+        assert capsys.readouterr().err == ""
+        assert transformers_logging.is_progress_bar_enabled()
+        assert not are_progress_bars_disabled()
+        RSPOTrainer(args=config, output_dir=tmp_path / "other").save_model(tmp_path / "saved")
+        assert "Loading weights" in capsys.readouterr().err
+    finally:
+        transformers_logging.disable_progress_bar()
 
 
 def test_a_given_model_is_the_base_that_its_adapters_find_again(start: Path, tmp_path: Path) -> None:

@@ -480,6 +480,19 @@ def test_targets_that_the_model_does_not_have_are_found_out_before_any_rollout(
         open_run(small_config(*flags), tmp_path / "run", progress=False)
 
 
+def test_targets_of_the_small_model_are_checked_before_its_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a dry run says the same."""
+    monkeypatch.setattr("rspo.runs.warm_up", lambda *arguments, **names: pytest.fail("the warm-up has begun"))
+    for target in ("query_proj", "layers.2.mlp.up_proj"):
+        flags = ["lora.rank=4", f"lora.targets={target}"]
+        with pytest.raises(ConfigError, match=f"lora.targets must be 'all-linear' or name .*got '{target}'") as said:
+            open_run(small_config(*flags), tmp_path / "run", progress=False)
+        assert main(["train", "--dry-run", *(part for flag in flags for part in ("--set", flag))]) == 1
+        assert f"  - {said.value}\n" in capsys.readouterr().out
+
+
 def test_named_targets_are_the_only_ones() -> None:
     policy = small_policy().adapted(lora_config("lora.targets=[q_proj, mlp.up_proj]").lora, 0)
     adapted = {name.split(".lora_")[0].split(".", 2)[2] for name in weights(policy.model) if ".lora_" in name}

@@ -20,6 +20,7 @@ from rspo.batch import Batch
 from rspo.config import Config, ConfigError, PolicyConfig, RolloutConfig
 from rspo.config_io import apply_flags
 from rspo.engines import TransformersEngine
+from rspo.envs import make_env
 from rspo.gradient_checkpointing import recompute_layers
 from rspo.heads import Head, UnknownHeadError, find_head
 from rspo.model_checks import check_run
@@ -27,7 +28,9 @@ from rspo.models import Policy
 from rspo.policy_module import LARGE_VOCABULARY
 from rspo.reward_model import RewardModel
 from rspo.runs import open_run
+from rspo.small_models import tiny_policy
 from rspo.tracking import read_metrics
+from rspo.warmup import fresh_policy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -253,6 +256,30 @@ def test_flash_attention_is_refused_where_it_cannot_run(tmp_path: Path, monkeypa
 def test_a_device_that_is_not_here_is_said_before_a_model_is_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"policy\.device='cuda:99' cannot be used here"):
         load(tmp_path, device="cuda:99")
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("attention=flash_attention_2", r"policy\.attention='flash_attention_2' needs a GPU, got policy\.device='cpu'"),
+        ("device=cuda:99", r"policy\.device='cuda:99' cannot be used here"),
+        ("dtype=float16", r"policy\.dtype must be 'float32' or 'bfloat16' where policy\.path is None.*got 'float16'"),
+    ],
+)
+def test_a_small_model_that_cannot_run_here_is_refused(flag: str, said: str, tmp_path: Path) -> None:
+    config = small_config(f"policy.{flag}")
+    with pytest.raises(ConfigError, match=said):
+        open_run(config, tmp_path / "run", progress=False)
+    if config.policy.dtype == "float32":
+        with pytest.raises(ConfigError, match=said):
+            tiny_policy(["go"], 0, config.policy)
+
+
+def test_a_small_model_with_flash_attention_needs_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rspo.model_checks.find_spec", lambda name: object())
+    config = small_config("policy.attention=flash_attention_2", "policy.device=cuda")
+    with pytest.raises(ConfigError, match=r"policy\.dtype 'bfloat16' or 'float16', got 'float32'"):
+        fresh_policy(make_env("household"), config)
 
 
 def test_capped_attention_is_not_left_to_sdpa(tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def test_a_name_on_a_hub_is_not_fetched(nothing_here: Path, capsys: pytest.Captu
         (["policy.device=cuda:99"], "policy.device='cuda:99' cannot be used"),
         (["policy.attention=flash_attention_2"], "policy.attention='flash_attention_2' needs a GPU"),
         (["policy.attention=flash_attention_2"], "needs policy.dtype 'bfloat16' or 'float16', got 'float32'"),
+        (["policy.dtype=float16"], "policy.dtype must be 'float32' or 'bfloat16' where policy.path is None"),
         (["policy.device=cuda:1", "parallel.processes=2"], "policy.device='cuda:1' is one device, but parallel.proces"),
         ([SERVER, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
         ([VLLM, "parallel.processes=2"], "engine.name must be 'transformers' where 2 processes train together"),
@@ -393,6 +394,26 @@ def test_numbers_and_launchers_are_those_of_the_run(nothing_here: Path, capsys: 
     assert "start: torchrun --nproc-per-node 2 -m rspo train" in here
     assert "start: accelerate launch --num_processes 2 -m rspo train" in there
     assert "micro-batches of a mini-batch, in each of 2 processes: at most 192, of 4 rows" in here
+
+
+def test_memory_is_that_of_one_process(
+    nothing_here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so where there are several, which on a CPU share it."""
+    two = ("--set", "parallel.processes=2", "--set")
+    here, there = (dry_run(capsys, *two, f"policy.device={device}") for device in ("cpu", "cuda"))
+    for text in (here, there):
+        assert "\nmemory of a device for each of 2 processes, calculated:\n" in text
+        assert re.search(r"\n  at the highest .* for each of 2 processes\n", text)
+        assert "\n  one process fits, a tenth left free, into " in text
+    assert re.search(r"\n  together [\d.]+ .B, where they share a machine\n", here)
+    assert "together" not in there
+    alone = dry_run(capsys)
+    assert "each of" not in alone
+    assert "\nmemory of a device, calculated:\n" in alone
+    monkeypatch.setenv("LOCAL_RANK", "0")  # as torchrun sets them
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert dry_run(capsys) == here
 
 
 def test_a_wrong_configuration_is_an_error(nothing_here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -245,6 +245,49 @@ def test_resuming_takes_new_optimizer_settings_and_refuses_another_run(start: Pa
             open_run(apply_flags(config, flags), tmp_path, resume=True, progress=False)
 
 
+@pytest.mark.parametrize("kl_coef", [0, 0.1])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_goes_on_with_a_start_that_moved_but_with_no_other(
+    begun: bool, kl_coef: float, start: Path, tmp_path: Path
+) -> None:
+    """begun: it has a checkpoint."""
+    mine, folder = tmp_path / "mine", tmp_path / "run"
+    shutil.copytree(start, mine)
+    config = small_config(*flags_for(mine, "run.steps=1", f"loss.kl_coef={kl_coef}"), method="grpo")
+    run(config, folder) if begun else open_run(config, folder, progress=False).close()
+    mine.rename(tmp_path / "moved")
+    small_policy(seed=3).save(mine)
+
+    def resume(path: Path | None) -> None:
+        changed = apply_flags(config, ["run.steps=2", f"policy.path={'null' if path is None else path}"])
+        open_run(changed, folder, resume=True, progress=False).close()
+
+    with pytest.raises(ConfigError, match=r"run in .*run was trained on another model than policy\.path='.*mine'"):
+        resume(mine)
+    with pytest.raises(ConfigError, match=r"policy\.path of the run in .* is '.*mine' and cannot change .* got None"):
+        resume(None)
+    assert load_config(folder / "config.yaml") == config
+    resume(tmp_path / "moved")
+    assert load_config(folder / "config.yaml").policy.path == str(tmp_path / "moved")
+
+
+def test_a_model_cannot_take_the_place_of_the_small_one(start: Path, tmp_path: Path) -> None:
+    config = small_config(*SMALL, "run.steps=1", method="grpo")
+    open_run(config, tmp_path, progress=False, policy=small_policy()).close()
+    for path in (start, tmp_path / "start"):
+        with pytest.raises(ConfigError, match=r"policy\.path of the run in .* is None and cannot change .* got '"):
+            open_run(apply_flags(config, [f"policy.path={path}"]), tmp_path, resume=True, progress=False)
+
+
+def test_a_start_that_broke_off_leaves_no_fingerprint(start: Path, tmp_path: Path) -> None:
+    open_run(small_config(*flags_for(start)), tmp_path, progress=False).close()
+    (tmp_path / "config.yaml").unlink()
+    config = small_config(*SMALL)
+    open_run(config, tmp_path, progress=False, policy=small_policy(seed=5)).close()
+    assert not (tmp_path / "base.json").exists()
+    open_run(config, tmp_path, resume=True, progress=False).close()
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "state.json", "model.safetensors"])
 def test_a_damaged_checkpoint_is_named(start: Path, tmp_path: Path, name: str) -> None:
     config = small_config(*flags_for(start, "run.steps=1", "run.save_every=1"), method="grpo")
@@ -276,12 +319,16 @@ def test_a_start_policy_is_evaluated_in_its_runs_environment(
     assert json.loads(capsys.readouterr().out)["turns"] < 4
 
 
-@pytest.mark.parametrize("place", ["models/mine", "checkpoints/mine", "start"])
+@pytest.mark.parametrize(
+    ("place", "inside"), [("models/mine", False), ("models/mine", True), ("checkpoints/mine", False), ("start", False)]
+)
 def test_a_config_of_another_project_is_none_of_ours(
-    start: Path, tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]
+    start: Path, tmp_path: Path, place: str, inside: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").write_text("name: something else\n", encoding="utf-8")
     shutil.copytree(start, tmp_path / place)
+    if inside:
+        (tmp_path / "config.yaml").rename(tmp_path / place / "config.yaml")
     command = [str(tmp_path / place), "--out", str(tmp_path / "whole")]
     assert main(["export", *command]) == 0
     assert "the model of" in capsys.readouterr().out
@@ -289,11 +336,45 @@ def test_a_config_of_another_project_is_none_of_ours(
     assert main(["eval", str(tmp_path / place), *flags]) == 0
 
 
+def test_a_model_that_was_saved_in_a_runs_folder_leaves_it_a_run(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(small_config(*flags_for(start, "run.steps=1"), method="grpo"), tmp_path)
+    small_policy().save(tmp_path)
+    assert main(["export", str(tmp_path), "--out", str(tmp_path / "whole")]) == 0
+    assert "step-000001" in capsys.readouterr().out
+
+
 def test_a_start_that_fails_leaves_nothing_in_the_way(start: Path, tmp_path: Path) -> None:
     config = small_config(*flags_for(start, "run.steps=1"))
     with pytest.raises(ConfigError, match="nomodule"):
         open_run(apply_flags(config, ["rewards.dense=nomodule:f"]), tmp_path / "run", progress=False)
     run(config, tmp_path / "run")
+
+
+def test_a_start_that_fails_leaves_no_empty_folder(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor takes away one that was there."""
+    folder = tmp_path / "run"
+
+    def fails(said: str, *flags: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            open_run(small_config(*SMALL, *flags), folder, progress=False)
+
+    def refuse(*arguments: object) -> None:
+        raise ConfigError("the model cannot do that")
+
+    for existed in (False, True):
+        if existed:
+            folder.mkdir()
+        fails("'nowhere' is not a folder", "policy.path=nowhere")
+        fails("no scripted expert", "env.name=rspo_toys:ParityEnv", "env.options={}")
+        with monkeypatch.context() as patch:
+            patch.setattr("rspo.runs.check_run", refuse)
+            fails("cannot do that", f"policy.path={start}")
+        assert folder.exists() == existed
+        assert not existed or list(folder.iterdir()) == []
 
 
 OPEN: set[str] = set()

@@ -23,6 +23,7 @@ from rspo.evaluate import Evaluation, evaluate
 from rspo.metrics import SuccessRate, success_by_type
 from rspo.reporters import Record, Reporter
 from rspo.runs import open_run
+from rspo.texts import Texts
 from rspo.tracking import read_metrics
 from rspo.trainer import Trainer
 from rspo.transcripts import chosen, transcript
@@ -170,13 +171,13 @@ def test_a_transcript_shows_what_was_read_written_and_earned() -> None:
 
 
 def test_a_transcript_of_a_conversation_shows_only_what_is_new_and_special_tokens_as_they_are() -> None:
-    policy = small_policy()
+    texts = Texts(small_policy().tokenizer)
     trajectory = make_trajectory(turns=2)
     first, second = trajectory.turns
-    (new,) = policy.encode(["put apple"])
-    first.response_ids = np.append(first.response_ids, policy.eos_token_ids[0])
+    (new,) = texts.encode(["put apple"])
+    first.response_ids = np.append(first.response_ids, texts.eos_token_ids[0])
     second.prompt_ids = np.concatenate([first.prompt_ids, first.response_ids, new])
-    text = transcript(policy, trajectory)
+    text = transcript(texts, trajectory)
     assert "prompt:   put apple\n" in text.split("--- turn ")[2]
     assert re.search(r"response: .*<eos>", text)
 

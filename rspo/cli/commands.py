@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from transformers.utils import CONFIG_NAME as MODEL_FILE
+
 from ..checkpoint import STATE_FILE
 from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from ..config import Config, ConfigError
@@ -18,6 +20,7 @@ from ..engines import LOCAL, EngineError, expert_of, open_backend
 from ..envs.base import WorkerError
 from ..evaluate import evaluate
 from ..interruption import Interrupted
+from ..lora import is_adapter
 from ..models import Policy
 from ..play import Game, choose_task, play_game
 from ..reward_model import SETTINGS_FILE
@@ -38,6 +41,7 @@ from ..runs import (
 )
 from ..storage import StorageError, new_folder, writing
 from ..summary import summary_table
+from ..tracking import METRICS_FILE
 from ..warmup import fresh_policy
 from .settings import settings_of
 from .settings_help import describe_sections, describe_settings
@@ -87,10 +91,17 @@ def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
     """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
     if not parsed.path.is_dir():
         raise ConfigError(f"{parsed.path} is not a folder")
-    is_run = (parsed.path / CONFIG_FILE).is_file()
+    is_run = _is_run(parsed.path)
     run = parsed.path if is_run else _run_of(parsed.path.resolve())
     config = settings_of(parsed, load_config(run / CONFIG_FILE) if run is not None else None)
     return latest_checkpoint(parsed.path) if is_run else parsed.path, config
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is a run's: it has settings, which in a model's folder without a run's records are someone
+    else's file."""
+    is_model = (folder / MODEL_FILE).is_file() or is_adapter(folder)
+    return (folder / CONFIG_FILE).is_file() and (not is_model or (folder / METRICS_FILE).is_file())
 
 
 def _run_of(model: Path) -> Path | None:
