@@ -21,7 +21,9 @@ class EstimatorConfig:
     std: bool = True
     """GRPO, GiGPO: divide by the group's standard deviation. False: Dr. GRPO, and GiGPO's mean_norm."""
     rows: bool = False
-    """GRPO, GiGPO: statistics over the turns' rows, as verl-agent takes them, instead of over trajectories."""
+    """GRPO, GiGPO: statistics over the turns' rows, as verl-agent takes them, instead of over trajectories. Not with an
+    `invalid_penalty`: in a group of one outcome penalties are all that differs, and the deviation makes them as large
+    as an outcome."""
     singleton: str = "zero"
     """Advantage of a group of one: 0, or the "raw" score."""
     invalid_penalty: float = 0.0
