@@ -292,7 +292,8 @@ def _take_folder(config: Config, folder: Path, resume: bool | Path) -> None:
     check_folder(config, folder, resume)
     if not resume:  # left by a start that broke off, of whatever settings
         shutil.rmtree(folder / START, ignore_errors=True)
-        (folder / BASE_FILE).unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that cannot be written, `_prepare` says what is wrong
+            (folder / BASE_FILE).unlink()
 
 
 def check_length(config: Config, done: int) -> None:
