@@ -8,12 +8,14 @@ import random
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from alfworld_games import COUNT, SEED, generated_games, needs_alfworld, official_games
 
-from rspo.envs.alfworld import AlfworldEnv, generator
+from rspo.envs.alfworld import AlfworldEnv, generator, upstream
 from rspo.envs.alfworld.commands import add_commands
+from rspo.envs.alfworld.compact import vocabulary
 from rspo.envs.alfworld.games import TASK_TYPES, read_game
 from rspo.envs.alfworld.generator import SETTINGS_FILE, generate_games
 from rspo.envs.alfworld.plain import PlainGame
@@ -107,6 +109,17 @@ def test_rooms_are_as_dense_as_the_official_ones(tmp_path_factory: pytest.TempPa
     for kind in KINDS.values():
         for what, count in official[kind].items():
             assert 0.75 < ours[kind][what] / count < 1.25, f"{what} in {kind}: {ours[kind][what]} against {count}"
+
+
+def test_the_game_calls_what_stands_in_a_room_by_its_kind() -> None:
+    """Not "sinkbasinbasin", in a room for which the package has no place of the sink."""
+    demangler = upstream.alfworld("agents.utils.misc").Demangler
+    rooms = [load_room(number) for unseen in (False, True) for number in room_numbers(unseen)]
+    names = set()
+    for name in (place.name.lower() for room in rooms for place in room.receptacles):
+        found = demangler(game_infos={name: SimpleNamespace(id=name)}, shuffle=False)
+        names.add(found.demangle_alfred_name(name).split()[0])
+    assert {"sinkbasin", "bathtubbasin"} <= names <= set(vocabulary())
 
 
 def test_games_that_cannot_be_won_are_thrown_away_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

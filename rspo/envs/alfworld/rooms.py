@@ -120,7 +120,10 @@ def load_room(number: int) -> Room:
     for kind in missing:
         for i in range(1, COUNTS.get(kind, 1) + 1):
             openable = kind in constants.OPENABLE_CLASS_LIST
-            receptacles.append(Receptacle(f"{kind}_bar_{i:02d}", kind, f"loc_bar_{kind.lower()}_{i:02d}", openable))
+            name = f"{kind}_bar_{i:02d}"
+            if kind.endswith("Basin"):  # the game says "sinkbasin 1" of Sink_bar_01_bar_SinkBasin
+                name = f"{kind.removesuffix('Basin')}_bar_{i:02d}_bar_{kind}"
+            receptacles.append(Receptacle(name, kind, f"loc_bar_{kind.lower()}_{i:02d}", openable))
     portable = set().union(*(allowed for kind, allowed in holds().items() if kind in known))
     objects = set(kinds) & set(constants.OBJECTS) - known
     (room_kind,) = [kind for kind, numbers in constants.SCENE_TYPE.items() if number in numbers]
