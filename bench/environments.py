@@ -27,7 +27,7 @@ from .report import RESULTS, Report, environment, markdown
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 ENVIRONMENTS = ("alfworld", "webshop")
-STEPS = {"alfworld": {"rspo": 112, "grpo": 280}, "webshop": {"rspo": 54, "grpo": 135}}
+STEPS = {"alfworld": {"rspo": 126, "grpo": 315}, "webshop": {"rspo": 54, "grpo": 135}}
 """Updates of A that sample about as many trajectories: RSPO's takes 7 tasks, B's 8, and 14/3 are collected."""
 TITLES = {"grpo": "GRPO", "rspo": "RSPO+GRPO"}
 SEEDS = (0,)
