@@ -184,5 +184,6 @@ def plot(report: Report, path: Path) -> None:
         line[0].legend(fontsize=8)
         for ax in line:
             ax.grid(alpha=0.3)
+            ax.locator_params(axis="x", nbins=6)
     figure.savefig(path, dpi=110)
     plt.close(figure)
