@@ -1,7 +1,7 @@
 """A small model trained on ALFWorld and on WebShop, with GRPO and with RSPO, as far as a CPU gets in about an hour.
 
 Settings are those of recipes/<environment>-small.yaml. Both methods start from the same policy, and GRPO goes on until
-it has sampled as many trajectories as RSPO, agent B's included. Data: ALFWorld's games are generated (`rspo envs
+it has sampled about as many trajectories as RSPO, B's included. Data: ALFWorld's games are generated (`rspo envs
 alfworld generate`, which needs no download) unless ALFWORLD_DATA names some; WebShop's products come from WEBSHOP_DATA,
 else from the catalogue of our own. Runs may be stopped at any time and started again.
 """
