@@ -102,12 +102,8 @@ def first_order_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Call
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        present = [i for i, grad in enumerate(results) if grad is not None]
-        guarded = _NoSecondOrder.apply(*(results[i].detach().requires_grad_() for i in present))
-        out = list(results)
-        for i, grad in zip(present, guarded, strict=True):
-            out[i] = grad
-        return tuple(out)
+        guarded = iter(_NoSecondOrder.apply(*(grad.detach().requires_grad_() for grad in results if grad is not None)))
+        return tuple(None if grad is None else next(guarded) for grad in results)
 
     return run
 
