@@ -171,8 +171,9 @@ class Config:
         return self.swap.alpha * decay(self.swap.alpha_schedule, step / self.run.steps)
 
     def learning_rate_factor(self, step: int) -> float:
-        """What the learning rates are multiplied by at an update of A, counted from 0, and at those of B before it."""
-        warmup = self.optimizer.warmup_updates
+        """What the learning rates are multiplied by at an update, counted from 0. Agent B's go on from A's where it was
+        copied; where its loop is longer than what is left of the run, at the last one's."""
+        warmup, step = self.optimizer.warmup_updates, min(step, self.run.steps - 1)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return decay(self.optimizer.schedule, (step - warmup) / max(self.run.steps - warmup, 1))
