@@ -219,7 +219,7 @@ def paper_config(method: str = "rspo", base: str = "grpo") -> Config:
         rollout=replace(
             default_config(method, base).rollout, max_prompt_tokens=2048, max_response_tokens=512, max_batch=128
         ),
-        estimator=EstimatorConfig(invalid_penalty=0.1),
+        estimator=EstimatorConfig(invalid_penalty=0.1, invalid_penalty_on="format"),
         loss=PolicyLossConfig(
             clip_low=0.2,
             clip_high=0.2,

@@ -58,6 +58,7 @@ def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
         "parallel.shard": "fsdp",
         "estimator.std": base != "gigpo" or alfworld,
         "estimator.invalid_penalty": 0.1,
+        "estimator.invalid_penalty_on": "format",
         "optimizer.learning_rate": 1e-6,
         "optimizer.weight_decay": 0.01,
         "optimizer.minibatch_rows": 256 if alfworld else 64,
