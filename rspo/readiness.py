@@ -32,7 +32,7 @@ from .model_checks import (
     check_positions,
 )
 from .runs import check_folder, check_length
-from .small_models import check_small_dtype, check_small_targets
+from .small_models import check_small_dtype, check_small_targets, check_small_template
 
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -137,6 +137,7 @@ def _check_place(config: Config, folder: Path, resume: bool) -> None:
 def check_small_model(config: Config, findings: Findings) -> None:
     """Of the model that is made where `policy.path` names none."""
     findings.attempt(lambda: check_small_dtype(config.policy))
+    findings.attempt(lambda: check_small_template(config.policy))
     findings.attempt(lambda: check_small_targets(config))
 
 

@@ -42,7 +42,7 @@ def train_reward_model(
     settings = config.reward_model
     targets = final_rewards(trajectories, settings.target)
     # Adam's steps at these learning rates are smaller than bfloat16 can tell apart.
-    policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto")
+    policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto", chat_template_kwargs={})
     if path is not None:
         require_whole_model(path, "--model")
         policy = Policy.load(path, policy_config, needs_head=False)

@@ -35,7 +35,7 @@ from .reporters import Reporter, find_reporters
 from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
-from .small_models import check_small_dtype, check_small_targets
+from .small_models import check_small_dtype, check_small_targets, check_small_template
 from .start_fingerprint import check_fingerprint, has_fingerprint, store_fingerprint, stored_fingerprint
 from .storage import new_folder, prepare_folder, tidy
 from .tracking import Onlooker, Tracker
@@ -139,6 +139,7 @@ def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
     """The tiny model, warmed up on the environment. Raises ConfigError that `warm_up` raises, and for settings that it
     could not be trained with."""
     check_small_dtype(config.policy)
+    check_small_template(config.policy)
     check_small_targets(config)
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
 

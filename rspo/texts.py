@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .chat_templates import check_template_kwargs
 from .config import ConfigError
 
 SAID = "(a response)"
@@ -19,11 +21,21 @@ class Texts:
     Args:
         tokenizer: any of transformers'. Where it has a chat template, a prompt is one user message.
         chat: a chat template is used where there is one.
+        chat_template_kwargs: what else the template is given.
+
+    Raises ConfigError for keyword arguments that no template reads.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        check_template_kwargs(tokenizer, self.chat_template_kwargs, chat)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -86,7 +98,9 @@ class Texts:
         return encoded["input_ids"]
 
     def _chat(self, *messages: dict[str, str]) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens."""

@@ -19,6 +19,7 @@ from numerics import assert_close
 pytest.importorskip("trl", reason="needs pip install rspo[trl]")
 pytest.importorskip("datasets", reason="needs pip install rspo[trl]")
 
+from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from trl import GRPOConfig
 from trl_toys import (
@@ -259,6 +260,33 @@ def test_the_swap_with_lora_and_household(tmp_path: Path) -> None:
         assert max(tool_tokens) > 0, "what the environment says is not trained on"
     assert "dense/rewards/dense_reward/mean" in trainer.state.log_history[0]
     assert trainer.state.log_history[0]["replay/completions"] == 1
+
+
+def test_both_agents_prompts_have_the_templates_arguments(tmp_path: Path) -> None:
+    model, tokenizer, settings = tool_caller()
+    trainer = Watched(
+        model,
+        long_enough_messages,
+        long_enough_messages,
+        small_args(
+            tmp_path, max_steps=1, **settings | {"max_completion_length": 4},
+            chat_template_kwargs={"enable_thinking": False},
+        ),
+        Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 4}),
+        swap=SwapConfig(k=1, alpha=0.25, buffer_tasks=1),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    seen = []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (seen.append(inputs["prompt_ids"][0]), compute(model, inputs))[1]
+    trainer.train()
+    prompts = [*seen, *(entry.turns[0].prompt_ids for entry in trainer.loops[0]["buffer"])]
+    assert len(prompts) >= 2 + 4
+    assert all(tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") for ids in prompts)
+
+
+def long_enough_messages(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
 
 REFUSED_SWAPS = {

@@ -365,6 +365,7 @@ def test_recipe_is_the_papers() -> None:
         (["rspo.swap.kk=3"], r"unknown setting 'rspo\.swap\.kk' \(did you mean 'k'"),
         (["rspo.rollout.tasks=3"], r"rspo\.rollout is not a setting on verl"),
         (["rspo.loss.kl_coef=0.1"], r"rspo\.loss\.kl_coef is verl's setting actor_rollout_ref\.actor\.kl_loss_coef"),
+        (["data.apply_chat_template_kwargs.tokenize=true"], r"chat_template_kwargs\.tokenize cannot be set"),
         (["rspo.base=ppo"], r"rspo\.base='ppo' needs a critic"),
         (["rspo.swap.source=history"], r"'dense' or 'outcome' on verl, got 'history'"),
         (["rspo.base=grop"], r"base must be one of .*got 'grop'"),
@@ -402,8 +403,8 @@ class FixedClient:
         return TokenOutput(token_ids=self.answer, log_probs=[-0.5] * len(self.answer))
 
 
-def play(client: FixedClient, tmp_path: Path, *overrides: str) -> Any:
-    """One row of the dataset through verl's agent-loop worker."""
+def play(client: FixedClient, tmp_path: Path, *overrides: str, template: str | None = None) -> Any:
+    """One row of the dataset through verl's agent-loop worker. template: the tokenizer's for chats."""
     import verl_cpu
     from verl import DataProto
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
@@ -411,7 +412,9 @@ def play(client: FixedClient, tmp_path: Path, *overrides: str) -> Any:
 
     from rspo.integrations.verl.tasks import EnvTasks
 
-    small_policy().save(tmp_path)
+    start = small_policy()
+    start.tokenizer.chat_template = template
+    start.save(tmp_path)
     config = verl_cpu.tiny_config(tmp_path, tmp_path, *overrides)
     batch = DataProto.from_single_dict(collate_fn([EnvTasks("train", None, config.data, max_samples=2)[1]]))
     worker = AgentLoopWorker(config, client, reward_loop_worker_handles=[])
@@ -445,6 +448,24 @@ def test_agent_loop_plays_an_episode(tmp_path: Path) -> None:
     last = trajectory.turns[-1]
     shown = output.batch["input_ids"][0][output.batch["attention_mask"][0] == 1]
     assert shown.tolist() == [*last.prompt_ids.tolist(), *last.response_ids.tolist()]
+
+
+THINKING = "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking is false %}take{% endif %}"
+
+
+@pytest.mark.parametrize("layout", ["per_turn", "conversation"])
+def test_agent_loop_gives_the_template_its_arguments(layout: str, tmp_path: Path) -> None:
+    tokenizer = small_policy().tokenizer
+    client = FixedClient(tokenizer("go")["input_ids"])
+    setting = ["+data.apply_chat_template_kwargs.enable_thinking=false", f"rspo.env.layout={layout}"]
+    play(client, tmp_path, *setting, template=THINKING)
+    assert len(client.asked) == 2
+    (end,) = tokenizer("take")["input_ids"]
+    assert [asked["prompt_ids"][-1] for asked in client.asked] == [end, end]
+    with pytest.raises(ConfigError, match="does not read 'thinking'"):
+        play(client, tmp_path, "+data.apply_chat_template_kwargs.thinking=false", template=THINKING)
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        play(client, tmp_path / "bare", *setting)
 
 
 def test_failing_environment_loses_the_episode(tmp_path: Path) -> None:

@@ -121,7 +121,10 @@ def run_export(parsed: argparse.Namespace) -> None:
     policy = Policy.load(model, config.policy)
     with new_folder(parsed.out) as folder:
         policy.save_whole(folder)
+    kwargs = policy.chat_template_kwargs
     print(f"{parsed.out}: the model of {model}")
+    if kwargs:
+        print(f"it reads prompts made with policy.chat_template_kwargs={kwargs}, which its folder does not hold")
 
 
 def run_eval(parsed: argparse.Namespace) -> None:

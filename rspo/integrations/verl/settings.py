@@ -33,6 +33,7 @@ VERL_SETTINGS = {
     "optimizer.weight_decay": f"{ACTOR}.optim.weight_decay",
     "optimizer.grad_clip": f"{ACTOR}.optim.clip_grad",
     "optimizer.epochs": f"{ACTOR}.ppo_epochs",
+    "policy.chat_template_kwargs": "data.apply_chat_template_kwargs",
     "run.steps": "trainer.total_training_steps",
     "run.seed": "data.seed",
 }
@@ -114,4 +115,4 @@ def _of_verl(config: DictConfig, name: str, place: str) -> Any:
         if value not in KL_ESTIMATORS:
             raise ConfigError(f"{place} must be one of {', '.join(KL_ESTIMATORS)} with RSPO on verl, got {value!r}")
         return KL_ESTIMATORS[value]
-    return value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
