@@ -18,7 +18,7 @@ from .envs import BatchedEnv
 from .gradient_checkpointing import recompute_layers
 from .models import Policy
 from .rewards import RewardFunction
-from .runs import build_env
+from .runs import build_env, env_arguments
 from .sections import ATTENTION, DTYPES
 
 
@@ -61,7 +61,7 @@ def as_env(config: Config, env: str | BatchedEnv | type[BatchedEnv] | None) -> t
     if isinstance(env, BatchedEnv):
         return config, env
     try:
-        return config, env(**config.env.options)
+        return config, env(**env_arguments(config.env, env))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env={env!r} with env.options={config.env.options}: {error}") from error
 

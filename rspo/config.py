@@ -215,6 +215,7 @@ def paper_config(method: str = "rspo", base: str = "grpo") -> Config:
     """Every setting as in the paper (ALFWorld where the environments differ), with its unbounded shifted centre."""
     return replace(
         default_config(method, base),
+        env=EnvConfig(style="verl-agent"),
         policy=PolicyConfig(chat="on", gradient_checkpointing=True),
         rollout=replace(
             default_config(method, base).rollout, max_prompt_tokens=2048, max_response_tokens=512, max_batch=128

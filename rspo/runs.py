@@ -23,7 +23,7 @@ from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .distributed import ALONE, Ranks, join, placed
 from .engines import open_backend
-from .envs import BatchedEnv, find_factory, make_env
+from .envs import BatchedEnv, EnvFactory, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
 from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
@@ -62,11 +62,20 @@ def build_env(config: Config) -> BatchedEnv:
     settings = config.env
     try:
         if settings.workers > 0:
-            return WorkerEnv(settings.name, settings.options, settings.workers, settings.worker_timeout)
-        return make_env(settings.name, **settings.options)
+            return WorkerEnv(settings.name, env_arguments(settings), settings.workers, settings.worker_timeout)
+        return make_env(settings.name, **env_arguments(settings))
     except (ImportError, OSError, TypeError, ValueError) as error:
         about = f"env.name={settings.name!r} with env.options={settings.options}"
         raise ConfigError(f"{about}: {_unknown_options(settings) or error}") from error
+
+
+def env_arguments(settings: EnvConfig, factory: EnvFactory | None = None) -> dict[str, Any]:
+    """What the environment (`factory`, or the one of that name) is made with: `env.options`, and as `prompt_style` what
+    `env.style` asks for, where the environment has that and the options name none. Raises as `find_factory`."""
+    if settings.style == "readable" or "prompt_style" in settings.options:
+        return settings.options
+    has_style = getattr(factory or find_factory(settings.name), "verl_agent", None) is not None
+    return {"prompt_style": settings.style, **settings.options} if has_style else settings.options
 
 
 def _unknown_options(settings: EnvConfig) -> str:

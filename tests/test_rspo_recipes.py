@@ -44,7 +44,7 @@ def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
     settings = flat_settings(paper_config("rspo", base) if swaps else paper_config(base))
     settings |= {
         "env.name": env,
-        "env.options": {"prompt_style": "chat", "max_turns": 50 if alfworld else 15},
+        "env.options": {"prompt_style": "verl-agent", "max_turns": 50 if alfworld else 15},
         "policy.path": f"Qwen/Qwen2.5-{size.upper()}-Instruct",
         "policy.dtype": "bfloat16",
         "policy.attention": "flash_attention_2",

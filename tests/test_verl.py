@@ -352,7 +352,8 @@ def test_recipe_is_the_papers() -> None:
     assert settings.base == "gigpo"
     assert settings.optimizer.learning_rate == paper.optimizer.learning_rate == 1e-6
     assert settings.optimizer.minibatch_rows == paper.optimizer.minibatch_rows
-    assert (settings.run.steps, settings.env.name, settings.env.options["max_turns"]) == (150, "alfworld", 50)
+    assert (settings.run.steps, settings.env.name) == (150, "alfworld")
+    assert settings.env.options == {"prompt_style": "verl-agent", "max_turns": 50}
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0.4
 
 
@@ -362,6 +363,7 @@ def test_recipe_is_the_papers() -> None:
         (["rspo.swap.alpha=1.5"], r"swap\.alpha must be in \[0, 1\), got 1\.5"),
         (["rspo.env.name=moon"], r"rspo\.env\.name='moon': unknown environment 'moon'; available: .*household"),
         (["rspo.env.name=nowhere.at_all:Env"], r"rspo\.env\.name='nowhere\.at_all:Env': No module"),
+        (["rspo.env.style=verl-agent"], r"rspo\.env\.style must be 'readable' on verl, got 'verl-agent'"),
         (["rspo.swap.kk=3"], r"unknown setting 'rspo\.swap\.kk' \(did you mean 'k'"),
         (["rspo.rollout.tasks=3"], r"rspo\.rollout is not a setting on verl"),
         (["rspo.loss.kl_coef=0.1"], r"rspo\.loss\.kl_coef is verl's setting actor_rollout_ref\.actor\.kl_loss_coef"),

@@ -70,6 +70,10 @@ def rspo_config(config: DictConfig) -> Config:
         raise ConfigError(f"rspo.env.name={result.env.name!r}: {error}") from error
     if make_estimator(result.estimator_name, result.estimator).needs_critic:
         raise ConfigError(f"rspo.base={result.estimator_name!r} needs a critic, which RSPO on verl does not train")
+    if result.env.style != "readable":
+        raise ConfigError(
+            f"rspo.env.style must be 'readable' on verl, got {result.env.style!r}: set rspo.env.options.prompt_style"
+        )
     if result.swap.source == "history":
         raise ConfigError(
             "rspo.swap.source must be 'dense' or 'outcome' on verl, got 'history': its buffer would have to outlive"
