@@ -124,7 +124,8 @@ class Trainer:
             trajectories = self._rollout(agent_b, tasks)  # 7: sample (1 - α)·B tasks, generate with π_dense
             relabel(trajectories, self.reward_b)  # 8: compute dense rewards
             self.estimator(trajectories)
-            stats = self._update(agent_b, trajectories, step=self.books.step + done)  # 9: update π_dense
+            agent_b.set_learning_rates(self.config.learning_rate_factor(self.books.step + done))
+            stats = self._update(agent_b, trajectories)  # 9: update π_dense
             self.books.record("dense", trajectories, stats)
 
         collected = self._rollout(agent_b, swap.buffer_tasks)  # 11: collect with π_dense,
@@ -141,7 +142,8 @@ class Trainer:
         relabel(on_policy, self.reward_a)
         self.estimator(on_policy)
         replayed = self.buffer.sample(self.config.replay_size(alpha))  # 15: D_off
-        stats = self._update(self.agent, [*on_policy, *replayed], self.books.step, alpha)  # 16-17: D_mix, eq. 1
+        self.agent.set_learning_rates(self.config.learning_rate_factor(self.books.step))
+        stats = self._update(self.agent, [*on_policy, *replayed], alpha)  # 16-17: D_mix, eq. 1
 
         stats |= {"alpha": alpha, "replay/trajectories": len(replayed)}
         if replayed:
@@ -194,15 +196,13 @@ class Trainer:
             check_mismatch(trajectories, self.config.engine)
         return trajectories
 
-    def _update(self, agent: Agent, trajectories: list[Trajectory], step: int, alpha: float = 0.0) -> dict[str, float]:
-        """One update of an agent on labelled trajectories: `optimizer.epochs` passes in mini-batches. `step`: its
-        place in the learning rate's schedule, the agent's own."""
+    def _update(self, agent: Agent, trajectories: list[Trajectory], alpha: float = 0.0) -> dict[str, float]:
+        """One update of an agent on labelled trajectories: `optimizer.epochs` passes in mini-batches."""
         with self.timer("batch"):
             batch = Batch.from_trajectories(trajectories, self.config.env.layout).to(agent.policy.device)
         with self.timer("logprobs"):
             batch = prepare(agent, batch, trajectories, self.config, self.reference)
         batch = self.estimator.at_update(batch)
-        agent.set_learning_rates(self.config.learning_rate_factor(step))
         stats = update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
         return stats | zero_advantages(batch) | agent.learning_rates
 
