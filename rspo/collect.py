@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -54,26 +54,42 @@ def collect(
     path = folder / TRAJECTORIES_FILE
     if path.exists() and not resume:
         raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        _drop_unfinished(path)
-    summary = Summary()
-    for trajectory in read_trajectories(path):
-        summary.add(trajectory)
-    size = config.rollout.tasks * config.rollout.group_size
-    with tqdm(total=count, initial=summary.count, desc="collecting", unit="episode", disable=not progress) as bar:
-        while (done := summary.count) < count:
-            played = _play(env, policy, config, done, min(size, count - done), expert_rate, backend)
-            with writing(path), open(path, "a", encoding="utf-8") as file:
-                file.write("".join(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in played))
-                file.flush()
-                os.fsync(file.fileno())
-            for trajectory in played:
-                summary.add(trajectory)
-            bar.update(len(played))
-            bar.set_postfix(success=f"{summary.won / summary.count:.1%}", refresh=False)
+    with _unmade_if_empty(path):
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            path.touch()
+            _drop_unfinished(path)
+        summary = Summary()
+        for trajectory in read_trajectories(path):
+            summary.add(trajectory)
+        size = config.rollout.tasks * config.rollout.group_size
+        with tqdm(total=count, initial=summary.count, desc="collecting", unit="episode", disable=not progress) as bar:
+            while (done := summary.count) < count:
+                played = _play(env, policy, config, done, min(size, count - done), expert_rate, backend)
+                with writing(path), open(path, "a", encoding="utf-8") as file:
+                    file.write("".join(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in played))
+                    file.flush()
+                    os.fsync(file.fileno())
+                for trajectory in played:
+                    summary.add(trajectory)
+                bar.update(len(played))
+                bar.set_postfix(success=f"{summary.won / summary.count:.1%}", refresh=False)
     return summary.values()
+
+
+@contextmanager
+def _unmade_if_empty(path: Path) -> Iterator[None]:
+    """What fails before anything is played, such as an environment that cannot start, leaves no file and no folder that
+    only `resume` would take."""
+    made = [made for made in (path, path.parent) if not made.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path in made and path.stat().st_size == 0:
+                path.unlink()
+            if path.parent in made:
+                path.parent.rmdir()
 
 
 def _play(

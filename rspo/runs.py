@@ -24,6 +24,8 @@ from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .distributed import ALONE, Ranks, join, placed
 from .engines import open_backend
 from .envs import BatchedEnv, EnvFactory, find_factory, make_env
+from .envs.base import EnvironmentValueError
+from .envs.returned import reset_checked
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
 from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
@@ -98,6 +100,17 @@ def check_split(env: BatchedEnv, config: Config) -> None:
         raise ConfigError(f"evaluation.split={config.evaluation.split!r}: {error}") from error
     if not tasks:
         raise ConfigError(f"evaluation.split={config.evaluation.split!r}: {config.env.name} has no tasks of it")
+
+
+def try_reset(env: BatchedEnv, config: Config) -> None:
+    """Begin an episode of a training task, so that an environment which cannot is found out before anything is made.
+
+    Raises ConfigError where there are no tasks, EnvironmentValueError, and what the environment raises.
+    """
+    tasks = env.tasks("train")
+    if not len(tasks):
+        raise ConfigError(f"{config.env.name} has no tasks to train on (split 'train')")
+    reset_checked(env, [tasks[0]], [0])
 
 
 def set_threads(config: Config) -> None:
@@ -218,6 +231,8 @@ def open_run(
         if env is None:
             env = opened.enter_context(closing(build_env(config)))
         check_split(env, config)
+        if not resume:
+            try_reset(env, config)
         # What cannot be trained on is found out before the start policy is made.
         estimator = make_estimator(config.estimator_name, config.estimator)
         training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
@@ -254,10 +269,10 @@ def open_run(
 @contextmanager
 def startable_again(trainer: Trainer, resume: bool | Path) -> Iterator[None]:
     """Around the training of a run. Where a setting turns out to be impossible (ConfigError) before a new run has
-    trained anything, its folder can take a new run."""
+    trained anything, or an environment's values to be wrong, its folder can take a new run."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, EnvironmentValueError):
         if not resume and nothing_trained(trainer) and trainer.ranks.is_main:
             _forget(trainer.folder)
         raise

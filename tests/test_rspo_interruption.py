@@ -419,10 +419,11 @@ def test_what_is_not_finite_stops_the_run_and_is_named(parameter: str, said: str
     assert read_metrics(tmp_path, "update") == []
 
 
-def test_a_failure_on_a_full_disk_says_both(start: Path, tmp_path: Path) -> None:
+def test_a_failure_on_a_full_disk_says_both(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rspo.rewards.outcome_reward", lambda trajectory: [np.inf] * len(trajectory))
     config = small_config(*PARITY, method="grpo")
     agent = Agent(Policy.load(start, config.policy), config)
-    trainer = Trainer(config, tmp_path, ParityEnv(reward=np.inf), agent, None, Tracker(tmp_path, 4, progress=False))
+    trainer = Trainer(config, tmp_path, ParityEnv(), agent, None, Tracker(tmp_path, 4, progress=False))
     (tmp_path / "checkpoints").touch()
     with pytest.raises(NonFiniteError, match=r"reward inf at turn .*; in addition, .*failed could not be written: "):
         trainer.train()

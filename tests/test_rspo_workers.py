@@ -318,3 +318,14 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_is_else_the_same_as_without(tmp
     assert sum(record["lost_episodes"] for record in lossy) > 0
     assert sum(record["lost_episodes"] for record in alone) == 0
     assert lossy[-1]["trajectories"] == alone[-1]["trajectories"], "lost ones were paid for all the same"
+
+
+def test_a_failure_of_a_kind_has_one_traceback_and_then_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    with WorkerEnv(FAULTY, {"fault": "raise", "turn": 1}, workers=2) as env, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            env.reset(TASKS, SEEDS)
+            env.step(["x"] * len(TASKS))
+            env.step(["x"] * len(TASKS))
+    said = [message for message in caplog.messages if "ZeroDivisionError: this environment is broken" in message]
+    assert ["Traceback" in message for message in said] == [True, False, False]
+    assert ["number 2 of this kind" in message for message in said] == [False, True, False]

@@ -7,6 +7,7 @@ prompts and projection. An episode only has to know its own world.
 from __future__ import annotations
 
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
@@ -17,6 +18,8 @@ import numpy as np
 
 from .arguments import check_actions, check_settings, check_starts
 from .base import BatchedEnv, Info, PromptContext, StepResult
+from .losses import LossLog, place_of
+from .returned import check_episode
 from .verl_agent import VERL_AGENT, VerlAgentStyle
 from .wording import PROMPT_STYLES, chat_prompt, chat_reply, project_tags, tagged
 
@@ -71,7 +74,7 @@ class _Place:
 
     episode: Episode
     turns: int = 0
-    valid: bool = True
+    valid: Any = True
     truncated: bool = False
     lost: bool = False
 
@@ -97,8 +100,10 @@ class EpisodeEnv(BatchedEnv):
         "verl-agent", where the environment has that style (`rspo.envs.verl_agent`).
 
     An exception in an episode's `act` loses that episode only: it is truncated where it stands, with `lost_worker` True
-    in its infos, and the traceback is logged. When all episodes of a batch are lost that way, the last exception is
-    raised.
+    in its infos, and a traceback is logged for each kind of exception. When all episodes of a batch are lost that way,
+    the last exception is raised.
+
+    Values of an episode that are not what `Episode` says are an EnvironmentValueError.
 
     Raises ValueError when an argument is out of its range.
     """
@@ -115,6 +120,7 @@ class EpisodeEnv(BatchedEnv):
         self.outcome_scale = float(outcome_scale)
         self.prompt_style = prompt_style
         self._places: list[_Place] | None = None
+        self._failures = LossLog(logger)
 
     @abstractmethod
     def start(self, task: Any, seed: int) -> Episode:
@@ -158,13 +164,15 @@ class EpisodeEnv(BatchedEnv):
         episode = place.episode
         episode.dense_reward = 0.0
         try:
-            place.valid = bool(episode.act(action))
+            place.valid = episode.act(action)
         except Exception as error:
             place.lost = place.truncated = True
             assert self._places is not None
             if all(other.lost for other in self._places):
                 raise
-            logger.warning("an episode of %r is lost: %r raised %r", episode.task, action, error, exc_info=True)
+            text = f"an episode of {episode.task!r} is lost: {action!r} raised {error!r}"
+            trace = "".join(traceback.format_exception(error))
+            self._failures.warn((type(error).__name__, place_of(error)), text, trace)
         place.turns += 1
         if place.turns >= self.max_turns and not episode.ended:
             place.truncated = True
@@ -261,6 +269,8 @@ class EpisodeEnv(BatchedEnv):
     def _report(self) -> tuple[list[str], list[Info]]:
         """Observations and infos of the current moment."""
         places = self._started("_report")
+        for i, place in enumerate(places):
+            check_episode(self, place.episode, i, place.valid)
         return [place.episode.observation for place in places], [_info(place) for place in places]
 
 

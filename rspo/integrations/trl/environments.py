@@ -16,6 +16,7 @@ from datasets import Dataset
 
 from rspo.envs import PromptContext, make_env
 from rspo.envs.base import Info
+from rspo.envs.returned import reset_checked, step_checked
 from rspo.envs.wording import HOW_TO_ANSWER
 
 HOW_TO_ACT = "Call the tool `act` with exactly one of the actions above."
@@ -48,7 +49,7 @@ class EnvironmentTool:
         """
         if task is None or seed is None:
             raise ValueError("rows must have the columns 'task' and 'seed'; environment_dataset makes such a data set")
-        observations, infos = self.env.reset([self.env.tasks(split)[task]], [seed])
+        observations, infos = reset_checked(self.env, [self.env.tasks(split)[task]], [seed])
         self.outcome, self.dense_return, self.turns, self.is_over = 0.0, 0.0, 0, False
         self._take(infos[0])
         return _for_tools(self.env.render_opening(self._context(observations[0], infos[0])))
@@ -62,7 +63,7 @@ class EnvironmentTool:
         if self.is_over:
             raise ValueError(OVER)
         words = " ".join(str(action).lower().split())
-        observations, rewards, terminated, truncated, infos = self.env.step([words])
+        observations, rewards, terminated, truncated, infos = step_checked(self.env, [words])
         self.turns += 1
         self.outcome += float(rewards[0])
         self.dense_return += float(infos[0].get("dense_reward", 0.0))

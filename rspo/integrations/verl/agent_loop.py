@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...engines.base import Generation
 from ...envs import BatchedEnv, make_env
+from ...envs.base import EnvironmentValueError
+from ...envs.losses import LossLog, place_of
 from ...layouts import make_layout
 from ...rollout import rollout
 from ...sections import ConfigError
@@ -28,6 +31,7 @@ from ...timing import PhaseTimer
 from ...trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+_failures = LossLog(logger)
 
 MAX_EPISODES = 1024
 """Episodes of one worker process that run at once; each holds a thread, which mostly waits for its response."""
@@ -86,10 +90,11 @@ class EnvAgentLoop(AgentLoopBase):
                 history_length=settings.history_length,
                 timer=timer,
             )[0]
-        except Exception:
-            if engine.failed:
+        except Exception as error:
+            if engine.failed or isinstance(error, EnvironmentValueError):
                 raise
-            logger.exception("an episode of task %s was lost", row["task_index"])
+            text = f"an episode of task {row['task_index']} was lost: {error!r}"
+            _failures.warn((type(error).__name__, place_of(error)), text, traceback.format_exc())
             return Trajectory(task=str(row["task_index"]), group=0, index=0, truncated=True, lost=True)
         finally:
             pool.give_back(env)
