@@ -16,7 +16,7 @@ from .runs import CONFIG_FILE
 from .tracking import read_metrics
 
 IGNORED = (
-    "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "run.report_online",
+    "run.seed", "run.save_every", "run.keep", "run.threads", "run.reproducible", "run.report_to", "run.report_online",
     "evaluation.transcripts",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
     "policy.allow_download", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",

@@ -21,6 +21,7 @@ from .loading import load_model, load_tokenizer, no_model
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_device, check_loaded
 from .policy_module import PolicyModule
+from .reproducible import align
 from .sharing import copy_module, frozen_view
 from .texts import Texts
 
@@ -54,6 +55,7 @@ class Policy(Texts):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer, chat, chat_template_kwargs)
+        align(model)
         self.model = model.eval()
         self.packs, self.fused = packs, fused
         self.version = next(_VERSIONS)

@@ -34,6 +34,7 @@ from .models import Policy
 from .observer import Observer
 from .randomness import named_seed
 from .reporters import Reporter, find_reporters
+from .reproducible import reproducible_products
 from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
@@ -114,9 +115,12 @@ def try_reset(env: BatchedEnv, config: Config) -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Give PyTorch the configured number of CPU threads, for the whole process."""
+    """Give PyTorch the configured number of CPU threads and, with one, results that repeat bit for bit; for the whole
+    process, and before it multiplies matrices."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.threads == 1 and config.run.reproducible:
+        reproducible_products()
 
 
 def start_policy(

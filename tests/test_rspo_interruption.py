@@ -93,7 +93,7 @@ def forks(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
     yield forks
     assert forks.process.stdin is not None
     forks.process.stdin.close()
-    forks.process.wait(timeout=30)
+    forks.process.wait(timeout=600)
 
 
 @pytest.fixture(scope="module")
