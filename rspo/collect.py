@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .config import Config, ConfigError
 from .engines import LOCAL, Backend, Engine, ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
+from .folder_lock import FolderLock
 from .layouts import make_layout
 from .models import Policy
 from .randomness import named_generator, named_seed
@@ -47,15 +48,32 @@ def collect(
         that probability, else a random one), and the policy's tokenizer makes the ids.
     backend: generates the policy's responses.
 
-    Raises ConfigError where the file is there and `resume` is not given, or the environment has no expert.
+    Raises ConfigError where the file is there and `resume` is not given, another process writes into the folder
+    (FolderInUseError), or the environment has no expert.
     """
     if expert_rate is not None:
         expert_of(env, NO_EXPERT)
     path = folder / TRAJECTORIES_FILE
+    with writing(path):
+        lock = FolderLock(folder)
+    with lock:
+        return _collect(env, policy, config, path, count, expert_rate, resume, progress, backend)
+
+
+def _collect(
+    env: BatchedEnv,
+    policy: Policy,
+    config: Config,
+    path: Path,
+    count: int,
+    expert_rate: float | None,
+    resume: bool,
+    progress: bool,
+    backend: Backend,
+) -> dict[str, float]:
     if path.exists() and not resume:
         raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
     with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
         path.touch()
         _drop_unfinished(path)
     summary = Summary()

@@ -19,6 +19,7 @@ from ..dry_run import dry_run
 from ..engines import LOCAL, EngineError, expert_of, open_backend
 from ..envs.base import WorkerError
 from ..evaluate import evaluate
+from ..folder_lock import LOCK_FILE, FolderLock
 from ..interruption import Interrupted
 from ..lora import is_adapter
 from ..models import Policy
@@ -119,7 +120,8 @@ def run_export(parsed: argparse.Namespace) -> None:
     if parsed.out.exists():
         raise ConfigError(f"{parsed.out} exists; choose another --out")
     policy = Policy.load(model, config.policy)
-    with new_folder(parsed.out) as folder:
+    beside = parsed.out.with_name(f".{parsed.out.name}{LOCK_FILE}")
+    with FolderLock(parsed.out, beside), new_folder(parsed.out) as folder:
         policy.save_whole(folder)
     print(f"{parsed.out}: the model of {model}")
 
