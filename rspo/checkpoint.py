@@ -24,6 +24,7 @@ from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
 from .distributed import ALONE, Ranks
+from .file_names import STATE_FILE
 from .lora import is_adapter
 from .models import Policy
 from .sharded_tensors import gathered
@@ -32,8 +33,6 @@ from .storage import DamagedFileError, new_folder, reading, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 PREFIX = "step-"
-STATE_FILE = "state.json"
-"""In a checkpoint: counters and random streams."""
 FILES = "files"
 """In the state: sizes of the other files, by name."""
 INCOMPLETE = ".incomplete"

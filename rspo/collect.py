@@ -159,7 +159,7 @@ def load_trajectories(paths: Sequence[Path]) -> list[Trajectory]:
     trajectories: list[Trajectory] = []
     for path in paths:
         file = path / TRAJECTORIES_FILE if path.is_dir() else path
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"{file} does not exist; expected trajectories written by `rspo collect`")
         found = list(read_trajectories(file))
         if not found:

@@ -33,6 +33,7 @@ from .engines import open_backend
 from .envs import BatchedEnv, find_factory, make_env
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
+from .file_names import START, START_MARK
 from .folder_lock import FolderLock
 from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
 from .model_checks import check_device, check_run
@@ -50,10 +51,6 @@ from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
-START = "start"
-"""Under which a run's folder keeps the start policy, where `policy.path` does not name it."""
-START_MARK = "made_for_a_run"
-"""A file in that folder, by which it is told from a model that someone else put there."""
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
@@ -413,7 +410,7 @@ def _start_may_move(config: Config, folder: Path) -> bool:
 def how_to_go_on(folder: Path) -> str:
     """What is safe of a run that has stopped early, and how it goes on."""
     if not (folder / CONFIG_FILE).is_file():
-        return "the run had not begun; start it again"
+        return "start the run again, which had not begun"
     checkpoints = list_checkpoints(folder / "checkpoints")
     where = f"checkpoint {checkpoints[-1].name}" if checkpoints else "its start, as there is no checkpoint yet"
     return f"the run can go on from {where}: rspo train --resume --out {folder}"

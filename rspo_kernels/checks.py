@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choices import one_of as one_of
+
 
 def floating(name: str, x: Any) -> None:
     """A floating-point tensor of 16 to 64 bits."""
@@ -58,12 +60,6 @@ def finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
-
-
-def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """One of the listed values."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size | tuple[int, ...], device: torch.device, like: str) -> Tensor:
