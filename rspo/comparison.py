@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from .config_io import method_names, preset
-from .runs import CONFIG_FILE
+from .config_io import CONFIG_FILE, method_names, preset, read_config
 from .tracking import read_metrics
 
 IGNORED = (
@@ -55,7 +54,7 @@ class RunData:
         if not (folder / CONFIG_FILE).is_file():
             return cls(folder, folder.name, 0, {}, None, records)
         # Laid over the preset's values name by name: a setting that this version does not know decides nothing here.
-        config = preset("default", **method_names(folder / CONFIG_FILE))
+        config = preset("default", **method_names(read_config(folder / CONFIG_FILE)))
         stored = _flat(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
         settings = {name: stored.get(name, value) for name, value in _flat(asdict(config)).items()}
         seed, start = settings["run.seed"], settings.pop(START)

@@ -19,6 +19,7 @@ from .checkpoint import list_checkpoints
 from .config import Config, ConfigError
 from .distributed import Ranks
 from .engines import open_backend
+from .folder_lock import check_unused
 from .loading import check_weights, load_tokenizer, no_model
 from .lora import check_targets, is_adapter, require_whole_model
 from .model_checks import (
@@ -126,6 +127,7 @@ def _check_engine(config: Config, folder: Path, findings: Findings) -> None:
 def _check_place(config: Config, folder: Path, resume: bool) -> None:
     """Raises ConfigError where the run could not begin, or go on, in its folder."""
     check_folder(config, folder, resume)
+    check_unused(folder)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
     if checkpoints:
         check_length(config, int(checkpoints[-1].name.rpartition("-")[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .chat_templates import check_template_kwargs
 from .config import ConfigError
+from .control_tokens import ControlTokens
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -37,6 +39,11 @@ class Texts:
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         check_template_kwargs(tokenizer, self.chat_template_kwargs, chat)
 
+    @cached_property
+    def control(self) -> ControlTokens:
+        """What no text of an environment becomes."""
+        return ControlTokens(self.tokenizer)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response: the tokenizer's end of sequence."""
@@ -47,7 +54,9 @@ class Texts:
         return self.chat and self.tokenizer.chat_template is not None
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
+        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user. No part of a
+        prompt becomes a special token."""
+        prompts = [self.control.broken_in_message(prompt) for prompt in prompts]
         if not self._has_template:
             return self._ids(prompts, prompts, add_special_tokens=True)
         return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
@@ -58,6 +67,7 @@ class Texts:
 
         Raises ConfigError where what follows a response cannot be told from the template.
         """
+        replies = [self.control.broken_in_message(reply) for reply in replies]
         if not self._has_template:
             return self._ids(replies, replies)
         texts = []

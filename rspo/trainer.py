@@ -7,8 +7,9 @@ and eq. 1, `bookkeeping` what is reported, `rspo_kernels` the loss.
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 from .agent import Agent
 from .batch import Batch
@@ -76,6 +77,8 @@ class Trainer:
         self.books = Bookkeeper(config, env, tracker, self.timer, self.ranks, backend)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
+        self.lock: AbstractContextManager[Any] = nullcontext()
+        """Lets go of the folder when it is left; `runs.open_run` takes it."""
         self.swaps = config.method == "rspo"
         self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
@@ -231,6 +234,11 @@ class Trainer:
     def close(self) -> None:
         """Close the records, the environment and what generates."""
         with closing(self.backend), closing(self.env):
+            self.close_folder()
+
+    def close_folder(self) -> None:
+        """Close the records, and let others write into the folder."""
+        with self.lock:
             self.books.tracker.close()
 
     def load(self, checkpoint: Checkpoint) -> None:

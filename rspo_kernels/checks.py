@@ -25,6 +25,8 @@ def plain_tensor(name: str, x: Any) -> None:
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise RuntimeError(f"{name} has a forward-mode tangent; the ops of rspo_kernels know reverse mode only")
 
+from .choices import one_of as one_of
+
 
 def floating(name: str, x: Any) -> None:
     """A floating-point tensor of 16 to 64 bits."""
@@ -73,12 +75,6 @@ def finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
-
-
-def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """One of the listed values."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size | tuple[int, ...], device: torch.device, like: str) -> Tensor:

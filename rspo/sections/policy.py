@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from .checks import SCHEDULES, SWITCHES, Checks, ConfigError
 
@@ -72,13 +71,7 @@ class PolicyConfig:
         checks = Checks("policy", self)
         checks.one_of(DTYPES, "dtype")
         checks.one_of(ATTENTION, "attention")
-        try:
-            torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(
-                "policy.device must be 'cpu', 'cuda', 'cuda:N' (the GPU of that number), or another device of PyTorch,"
-                f" got {self.device!r}"
-            ) from error
+        _check_device_name(self.device)
         checks.one_of(SWITCHES, "packing", "fused", "chat")
         if self.chat_template_kwargs:
             self._check_template_kwargs()
@@ -191,3 +184,19 @@ class WarmupConfig:
             band = getattr(self, name)
             if len(band) != 2 or not 0 <= band[0] < band[1] <= 1:
                 raise ConfigError(f"warmup.{name} must be (low, high) with 0 <= low < high <= 1, got {band}")
+
+
+def _check_device_name(device: str) -> None:
+    """Raises ConfigError for a name that PyTorch does not know, which is asked about unusual ones only: importing it
+    takes seconds."""
+    if re.fullmatch(r"cpu|cuda(:\d)?", device):
+        return
+    import torch
+
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            "policy.device must be 'cpu', 'cuda', 'cuda:N' (the GPU of that number), or another device of PyTorch,"
+            f" got {device!r}"
+        ) from error
