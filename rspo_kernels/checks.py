@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from .choices import one_of as one_of
+
 
 def plain_tensor(name: str, x: Any) -> None:
     """A tensor whose numbers the kernels can read: not spread over a mesh, without a forward-mode tangent."""
@@ -24,8 +26,6 @@ def plain_tensor(name: str, x: Any) -> None:
         return  # a tracer has its own way with tangents, and none to find out here
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         raise RuntimeError(f"{name} has a forward-mode tangent; the ops of rspo_kernels know reverse mode only")
-
-from .choices import one_of as one_of
 
 
 def floating(name: str, x: Any) -> None:
