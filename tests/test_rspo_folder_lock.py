@@ -49,8 +49,9 @@ def test_a_locked_folder_names_its_owner_and_a_killed_owner_is_no_obstacle(tmp_p
 
 
 def test_a_child_of_a_killed_owner_does_not_hold_its_lock(tmp_path: Path) -> None:
-    fork = "import os, time; os.fork() or (os.close(1), time.sleep(60)); " + WAIT
-    process = holder(tmp_path, fork)
+    # The owner says that it holds the lock when the child has come to itself.
+    child = "(os.write(w, b'.'), os.close(1), time.sleep(60))"
+    process = holder(tmp_path, f"import os, time; r, w = os.pipe(); os.fork() or {child}; os.read(r, 1); {WAIT}")
     process.kill()
     process.wait()
     FolderLock(tmp_path).close()
