@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .config import Config, ConfigError
 from .engines import LOCAL, Backend, Engine, ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
+from .folder_lock import FolderLock
 from .layouts import make_layout
 from .models import Policy
 from .randomness import named_generator, named_seed
@@ -47,33 +48,50 @@ def collect(
         that probability, else a random one), and the policy's tokenizer makes the ids.
     backend: generates the policy's responses.
 
-    Raises ConfigError where the file is there and `resume` is not given, or the environment has no expert.
+    Raises ConfigError where the file is there and `resume` is not given, another process writes into the folder
+    (FolderInUseError), or the environment has no expert.
     """
     if expert_rate is not None:
         expert_of(env, NO_EXPERT)
     path = folder / TRAJECTORIES_FILE
-    if path.exists() and not resume:
-        raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
     with _unmade_if_empty(path):
         with writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            path.touch()
-            _drop_unfinished(path)
-        summary = Summary()
-        for trajectory in read_trajectories(path):
-            summary.add(trajectory)
-        size = config.rollout.tasks * config.rollout.group_size
-        with tqdm(total=count, initial=summary.count, desc="collecting", unit="episode", disable=not progress) as bar:
-            while (done := summary.count) < count:
-                played = _play(env, policy, config, done, min(size, count - done), expert_rate, backend)
-                with writing(path), open(path, "a", encoding="utf-8") as file:
-                    file.write("".join(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in played))
-                    file.flush()
-                    os.fsync(file.fileno())
-                for trajectory in played:
-                    summary.add(trajectory)
-                bar.update(len(played))
-                bar.set_postfix(success=f"{summary.won / summary.count:.1%}", refresh=False)
+            lock = FolderLock(folder)
+        with lock:
+            return _collect(env, policy, config, path, count, expert_rate, resume, progress, backend)
+
+
+def _collect(
+    env: BatchedEnv,
+    policy: Policy,
+    config: Config,
+    path: Path,
+    count: int,
+    expert_rate: float | None,
+    resume: bool,
+    progress: bool,
+    backend: Backend,
+) -> dict[str, float]:
+    if path.exists() and not resume:
+        raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
+    with writing(path):
+        path.touch()
+        _drop_unfinished(path)
+    summary = Summary()
+    for trajectory in read_trajectories(path):
+        summary.add(trajectory)
+    size = config.rollout.tasks * config.rollout.group_size
+    with tqdm(total=count, initial=summary.count, desc="collecting", unit="episode", disable=not progress) as bar:
+        while (done := summary.count) < count:
+            played = _play(env, policy, config, done, min(size, count - done), expert_rate, backend)
+            with writing(path), open(path, "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in played))
+                file.flush()
+                os.fsync(file.fileno())
+            for trajectory in played:
+                summary.add(trajectory)
+            bar.update(len(played))
+            bar.set_postfix(success=f"{summary.won / summary.count:.1%}", refresh=False)
     return summary.values()
 
 
@@ -157,7 +175,7 @@ def load_trajectories(paths: Sequence[Path]) -> list[Trajectory]:
     trajectories: list[Trajectory] = []
     for path in paths:
         file = path / TRAJECTORIES_FILE if path.is_dir() else path
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"{file} does not exist; expected trajectories written by `rspo collect`")
         found = list(read_trajectories(file))
         if not found:

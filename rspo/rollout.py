@@ -142,6 +142,7 @@ def rollout(
                         message=message,
                         response=generation.text,
                         engine_logp=generation.engine_logp,
+                        is_well_formed=bool(well_formed),
                     )
                 )
                 # Plain values: an environment may say them in numpy's types, which JSON does not know.

@@ -93,7 +93,7 @@ def forks(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
     yield forks
     assert forks.process.stdin is not None
     forks.process.stdin.close()
-    forks.process.wait(timeout=30)
+    forks.process.wait(timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_kill_at_any_write_of_a_checkpoint_leaves_complete_ones(
 def test_only_whole_checkpoints_are_left_when_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 6):
         (tmp_path / f"step-{step:06d}").mkdir()
-        (tmp_path / f"step-{step:06d}" / "state.json").touch()
+        (tmp_path / f"step-{step:06d}" / "state.json").write_text("{}")
     (tmp_path / "failed").mkdir()
     prune_checkpoints(tmp_path, 3)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3", "4", "5"]
@@ -371,8 +371,8 @@ def test_an_unwritable_folder_is_a_clear_error(start: Path, tmp_path: Path, caps
     (tmp_path / "run" / "checkpoints").touch()
     sets = [part for flag in [*PARITY, "rollout.tasks=2", "evaluation.episodes=2"] for part in ("--set", flag)]
     for folder, reason in (
-        (tmp_path / "file", f"{tmp_path / 'file'} could not be written: File exists"),
-        (tmp_path / "file" / "run", f"{tmp_path / 'file' / 'run'} could not be written: Not a directory"),
+        (tmp_path / "file", f"{tmp_path / 'file'} must be a folder, and is a file"),
+        (tmp_path / "file" / "run", f"cannot be one, because {tmp_path / 'file'} is a file"),
         (Path("/proc/run"), "/proc/run could not be written: "),
         (tmp_path / "run", f"{tmp_path / 'run' / 'checkpoints'}"),
     ):

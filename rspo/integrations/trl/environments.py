@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from rspo.control_tokens import without_usual_control_tokens
 from rspo.envs import PromptContext, make_env
 from rspo.envs.base import Info
 from rspo.envs.returned import reset_checked, step_checked
@@ -70,14 +71,17 @@ class EnvironmentTool:
         self.is_over = bool(terminated[0] or truncated[0])
         self._take(infos[0])
         if self.is_over:
-            return f"{observations[0]}\n{OVER}"
+            return f"{without_usual_control_tokens(observations[0])}\n{OVER}"
         return _for_tools(self.env.render_reply(self._context(observations[0], infos[0])))
 
     def _take(self, info: Info) -> None:
         self.won, self.task_score = bool(info["won"]), float(info["task_score"])
 
     def _context(self, observation: str, info: Info) -> PromptContext:
-        return PromptContext(info["task"], (), observation, tuple(info["admissible_actions"]), self.turns)
+        # The trainer puts these texts into its chat template; here the tokenizer is not known.
+        task, seen = without_usual_control_tokens(info["task"]), without_usual_control_tokens(observation)
+        admissible = tuple(map(without_usual_control_tokens, info["admissible_actions"]))
+        return PromptContext(task, (), seen, admissible, self.turns)
 
 
 def _for_tools(text: str) -> str:

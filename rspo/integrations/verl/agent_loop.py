@@ -50,7 +50,8 @@ class EnvAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Play the episode. kwargs: the row's task_index, split and seed.
 
-        Raises ConfigError where a prompt is longer than `rollout.prompt_length`.
+        Raises ConfigError where a prompt is longer than `rollout.prompt_length`, or where the chat template does not
+        read what `data.apply_chat_template_kwargs` gives it.
         """
         timer, loop = PhaseTimer(), asyncio.get_running_loop()
         trajectory = await loop.run_in_executor(_threads(), self._play, sampling_params, kwargs, loop, timer)
@@ -75,13 +76,14 @@ class EnvAgentLoop(AgentLoopBase):
     ) -> Trajectory:
         settings = self.config.rspo.env
         engine = ServerEngine(self.server_manager, self.tokenizer, sampling_params, self.rollout_config, loop)
+        texts = Texts(self.tokenizer, chat_template_kwargs=self.apply_chat_template_kwargs)
         pool = EnvPool.of(settings.name, json.dumps(OmegaConf.to_container(settings.options), sort_keys=True))
         env = pool.take()
         try:
             return rollout(
                 env,
                 engine,
-                make_layout(settings.layout, Texts(self.tokenizer), env),
+                make_layout(settings.layout, texts, env),
                 [env.tasks(row["split"])[int(row["task_index"])]],
                 [int(row["seed"])],
                 group_size=1,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ CONFIG_SCHEMA = (
 NUM_TRANSFORM, NUM_TOKENS, NUM_CONFIG = (
     len(schema.split(", ")) for schema in (TRANSFORM_SCHEMA, TOKENS_SCHEMA, CONFIG_SCHEMA)
 )
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
 _CONFIG_NAMES = [part.split()[-1] for part in CONFIG_SCHEMA.split(", ")]
 
 
@@ -43,12 +46,66 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup: Callable[..., None] | None = None,
 ) -> None:
-    """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient."""
+    """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient.
+
+    Its body and its gradient are out of reach of the caller's autocast, and the gradient can be taken once.
+    """
     library.define(name + schema)
-    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if backward is not None:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=library)
+        gradient = first_order_only(without_autocast(backward))
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=setup, lib=library)
+
+
+def without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` with autocast off on every device: inside an operator dtypes are chosen by hand."""
+
+    @functools.wraps(body)
+    def run(*arguments: Any) -> Any:
+        kinds = [kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)]
+        if not kinds:
+            return body(*arguments)
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return body(*arguments)
+
+    return run
+
+
+class _NoSecondOrder(torch.autograd.Function):
+    """Gradients that say no when somebody differentiates them."""
+
+    @staticmethod
+    def forward(*grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "the ops of rspo_kernels are differentiable once: their gradients (create_graph=True) have no gradient; "
+            "use rspo_kernels.reference for second derivatives"
+        )
+
+
+def first_order_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A backward function whose results raise when they are differentiated, rather than count as constants."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        guarded = iter(_NoSecondOrder.apply(*(grad.detach().requires_grad_() for grad in results if grad is not None)))
+        return tuple(None if grad is None else next(guarded) for grad in results)
+
+    return run
 
 
 def config_arguments(config: PolicyLossConfig) -> dict[str, Any]:
