@@ -393,6 +393,36 @@ def test_a_game_that_cannot_be_loaded_is_replaced_by_the_next(
         env.reset(tasks[:1], [0])
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_temporary_folder_without_room_is_named(games: Path, workers: int, fast: bool, tmp_path: Path) -> None:
+    """Not the game is at fault, nor is another one played in its place."""
+    program = (
+        "import resource, sys\n"
+        "from rspo.config import Config\n"
+        "from rspo.config_io import apply_flags\n"
+        "from rspo.runs import build_env\n"
+        "def main():\n"
+        f"    flags = ['env.name=alfworld', 'env.workers={workers}', 'env.options={{data: {games}, fast: {fast}}}']\n"
+        "    env = build_env(apply_flags(Config(), flags))\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "    try:\n        env.reset(env.tasks()[:1], [0])\n"
+        "    except OSError as error:\n        print(type(error).__name__, error)\n"
+        "    env.close()\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
+    assert (
+        f"ResourceError the planner's library could not be loaded from the temporary folder {tmp_path}" in done.stdout
+    )
+    assert "File too large" in done.stdout
+    assert "set TMPDIR" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "skipped" not in done.stderr
+
+
 def test_data_folders(games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ALFWorld's own layout, `valid_train` in place of `train`, games without splits; by argument or by variable."""
     tasks = AlfworldEnv(games).tasks()

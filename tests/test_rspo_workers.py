@@ -329,3 +329,15 @@ def test_a_failure_of_a_kind_has_one_traceback_and_then_a_count(caplog: pytest.L
     said = [message for message in caplog.messages if "ZeroDivisionError: this environment is broken" in message]
     assert ["Traceback" in message for message in said] == [True, False, False]
     assert ["number 2 of this kind" in message for message in said] == [False, True, False]
+
+
+def test_closing_just_after_a_worker_was_lost_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    """The worker that was started in its place is still building its environment."""
+    for delay in (0.0, 0.3):
+        env = WorkerEnv("household", {}, workers=2)
+        env.reset(env.tasks()[:4], range(4))
+        kill(env, 0)
+        env.step(["go desk"] * 4)
+        time.sleep(delay)
+        env.close()
+    assert "Traceback" not in capfd.readouterr().err

@@ -25,6 +25,10 @@ class WorkerError(RuntimeError):
     """Environments cannot go on in worker processes; the message holds a worker's traceback where there is one."""
 
 
+class ResourceError(OSError):
+    """Something that an environment needs of the machine is not there, such as room on a disk; says what to do."""
+
+
 class EnvironmentValueError(WorkerError, ValueError):
     """An environment returned something that is not what the contract says (`rspo.envs.returned`)."""
 

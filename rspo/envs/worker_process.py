@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,19 +85,19 @@ def serve(end: socket.socket, factory: Any, options: Mapping[str, Any]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     channel = Channel(end)
     env: BatchedEnv | None = None
+    built: Failure | None = None
     try:
         env = factory(**options)
-        channel.send(pickle.dumps(None))
     except Exception as error:
-        channel.send(pickle.dumps(_failure(error)))
-        return
-    while True:
-        try:
+        built = _failure(error)
+    # The other end may close at any time, also while the environment was being built.
+    with suppress(EOFError, OSError):
+        channel.send(pickle.dumps(built))
+        while env is not None:
             method, arguments = channel.receive()
             channel.send(_answer(env, method, arguments))
-        except (EOFError, OSError):
-            break
-    env.close()
+    if env is not None:
+        env.close()
 
 
 def _answer(env: BatchedEnv, method: str, arguments: tuple[Any, ...]) -> bytes:

@@ -26,7 +26,15 @@ from typing import Any
 import numpy as np
 
 from rspo.envs import EnvFactory, find_factory, make_env
-from rspo.envs.base import BatchedEnv, EnvironmentValueError, Info, PromptContext, StepResult, WorkerError
+from rspo.envs.base import (
+    BatchedEnv,
+    EnvironmentValueError,
+    Info,
+    PromptContext,
+    ResourceError,
+    StepResult,
+    WorkerError,
+)
 from rspo.envs.losses import LossLog
 from rspo.envs.returned import check_start, check_step
 from rspo.envs.worker_process import Channel, Failure, serve
@@ -410,7 +418,7 @@ class WorkerEnv(BatchedEnv):
 def _raised(failure: Failure, share: Share) -> Exception:
     """The exception that a worker's environment raised when its episodes began."""
     where = f"environment worker {share.worker.index}, episodes {share.start} to {share.stop - 1}"
-    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, EnvironmentValueError)}
+    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, EnvironmentValueError, ResourceError)}
     kind = kinds.get(failure.kind)
     if kind is None:
         return WorkerError(f"{where}:\n{failure.trace}")

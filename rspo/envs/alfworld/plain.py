@@ -9,7 +9,7 @@ from typing import Any
 
 from .game_text import parse_grammar
 from .games import Goal, read_game
-from .upstream import GameError, alfworld, textworld, translating
+from .upstream import GameError, alfworld, loading_library, textworld, translating
 
 # Each has a library of its own, and a process that unloads one may crash when it loads the next.
 _free: list[Any] = []
@@ -17,7 +17,9 @@ _free: list[Any] = []
 
 def _new_environment() -> Any:
     request = textworld().EnvInfos(admissible_commands=True, won=True, facts=True)
-    return textworld("envs").PddlEnv(request)
+    environment = textworld("envs").PddlEnv
+    with loading_library():
+        return environment(request)
 
 
 class PlainGame:

@@ -35,7 +35,7 @@ from .game_text import (
     predicates_of,
 )
 from .games import GameFile, Goal, read_game
-from .upstream import GameError, alfworld, fast_downward, textworld, translating
+from .upstream import GameError, alfworld, fast_downward, loading_library, textworld, translating
 
 GAMES_KEPT = 4096
 """Translated games that are kept, of 20 to 100 KB each: all of the official ones for training, which are 3,553."""
@@ -274,9 +274,11 @@ def _world(path: Path) -> World:
 def _loaded(translation: Translation, path: Path) -> World:
     """A game in a library of its own, which is free for the next when no one needs the world any more.
 
-    Raises GameError where the game does not make sense, e.g. a goal that no action can bring about.
+    Raises GameError where the game does not make sense, e.g. a goal that no action can bring about, ResourceError where
+    the library cannot be loaded.
     """
-    library = _free_libraries.pop() if _free_libraries else fast_downward().load_lib()
+    with loading_library():
+        library = _free_libraries.pop() if _free_libraries else fast_downward().load_lib()
     try:
         world = World(translation, library)
     except Exception as error:

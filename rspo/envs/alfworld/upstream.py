@@ -8,6 +8,7 @@ while; `translating` puts both back.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -16,6 +17,10 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any
+
+from ..base import ResourceError
+
+LIBRARY_MEGABYTES = 34
 
 _TRANSLATOR = threading.Lock()
 
@@ -69,6 +74,25 @@ def fast_downward() -> Any:
 def alfworld(name: str) -> Any:
     """A module of the alfworld package, e.g. "gen.constants"."""
     return _import(f"alfworld.{name}")
+
+
+@contextmanager
+def loading_library() -> Iterator[None]:
+    """Around what loads a copy of the planner's library. Raises ResourceError where the copy cannot be made or used."""
+    try:
+        yield
+    except OSError as error:
+        folder = tempfile.gettempdir()
+        try:
+            free = f"{shutil.disk_usage(folder).free / 1e6:.0f} MB free"
+        except OSError:
+            free = "free space unknown"
+        raise ResourceError(
+            f"the planner's library could not be loaded from the temporary folder {folder} ({free}): {error}; each"
+            f" ALFWorld game under way keeps a copy there, of {LIBRARY_MEGABYTES} MB. Make room, set TMPDIR to a folder"
+            " that has it and allows programs, or play fewer different games at once (rollout.tasks,"
+            " evaluation.episodes, env.workers)"
+        ) from error
 
 
 @contextmanager
