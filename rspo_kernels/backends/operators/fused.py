@@ -43,11 +43,6 @@ def _split(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], LogitsTransform
     return arguments[:a], LogitsTransform(*arguments[a:b]), config_of(arguments[b:c]), arguments[c:]
 
 
-def _without_autocast(x: Tensor) -> torch.autocast:
-    """Inside an operator dtypes are chosen by hand."""
-    return torch.autocast(x.device.type, enabled=False)
-
-
 # linear_token_logprobs
 
 
@@ -59,12 +54,11 @@ def _linear_token_logprobs(
     chosen = resolve(backend, hidden.device, hidden.dtype)
     if must_check_targets(validate, chosen):
         check_targets(targets, mask, transform)
-    with _without_autocast(hidden):
-        head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
-        keep = kept(targets, mask, transform)
-        return linear.token_logprobs_forward(
-            implementation(chosen, transform), head, targets, keep, transform, with_entropy, want_gradient
-        )
+    head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
+    keep = kept(targets, mask, transform)
+    return linear.token_logprobs_forward(
+        implementation(chosen, transform), head, targets, keep, transform, with_entropy, want_gradient
+    )
 
 
 def _linear_token_logprobs_fake(
@@ -119,12 +113,11 @@ def _linear_token_logprobs_backward(
     state, transform = arguments[:4], LogitsTransform(*arguments[4 : 4 + NUM_TRANSFORM])
     *wanted, full_precision, chunk_rows, backend = arguments[4 + NUM_TRANSFORM :]
     impl = implementation(resolve(backend, hidden.device, hidden.dtype), transform)
-    with _without_autocast(hidden):
-        head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
-        grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
-        keep = kept(targets, mask, transform)
-        linear.token_logprobs_backward(impl, head, grads, (grad_logp, grad_entropy), targets, keep, state, transform)
-        vocab_parallel.add_up(grads.hidden, transform)
+    head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
+    grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
+    keep = kept(targets, mask, transform)
+    linear.token_logprobs_backward(impl, head, grads, (grad_logp, grad_entropy), targets, keep, state, transform)
+    vocab_parallel.add_up(grads.hidden, transform)
     return grads.hidden, grads.weight, grads.bias
 
 
@@ -157,14 +150,13 @@ def _linear_policy_loss(
     chosen = resolve(backend, hidden.device, hidden.dtype)
     if must_check_targets(validate, chosen):
         check_targets(targets, partners[2], transform)
-    with _without_autocast(hidden):
-        head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
-        grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
-        impl, segments = implementation(chosen, transform), ratio_segments(index, share, count)
-        loss, stats = linear.policy_loss(
-            impl, head, grads, targets, tuple(partners), segments, transform, config, exact_stats, with_entropy, parts
-        )
-        vocab_parallel.add_up(grads.hidden, transform)
+    head = linear.Head.of(hidden, weight, bias, transform.valid_vocab, chunk_rows)
+    grads = linear.Gradients(head, weight.shape[0], tuple(wanted), full_precision)
+    impl, segments = implementation(chosen, transform), ratio_segments(index, share, count)
+    loss, stats = linear.policy_loss(
+        impl, head, grads, targets, tuple(partners), segments, transform, config, exact_stats, with_entropy, parts
+    )
+    vocab_parallel.add_up(grads.hidden, transform)
     return loss, stats, grads.hidden, grads.weight, grads.bias
 
 

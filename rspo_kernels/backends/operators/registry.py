@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,7 @@ CONFIG_SCHEMA = (
 NUM_TRANSFORM, NUM_TOKENS, NUM_CONFIG = (
     len(schema.split(", ")) for schema in (TRANSFORM_SCHEMA, TOKENS_SCHEMA, CONFIG_SCHEMA)
 )
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu")
 _CONFIG_NAMES = [part.split()[-1] for part in CONFIG_SCHEMA.split(", ")]
 
 
@@ -43,12 +46,32 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup: Callable[..., None] | None = None,
 ) -> None:
-    """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient."""
+    """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient.
+
+    Its body and its gradient are out of reach of the caller's autocast.
+    """
     library.define(name + schema)
-    library.impl(name, run, "CompositeExplicitAutograd")
+    library.impl(name, without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if backward is not None:
-        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=library)
+        gradient = without_autocast(backward)
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=setup, lib=library)
+
+
+def without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` with autocast off on every device: inside an operator dtypes are chosen by hand."""
+
+    @functools.wraps(body)
+    def run(*arguments: Any) -> Any:
+        kinds = [kind for kind in _AUTOCAST_DEVICES if torch.is_autocast_enabled(kind)]
+        if not kinds:
+            return body(*arguments)
+        with contextlib.ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return body(*arguments)
+
+    return run
 
 
 def config_arguments(config: PolicyLossConfig) -> dict[str, Any]:
