@@ -7,21 +7,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+
+
+def plain_tensor(name: str, x: Any) -> None:
+    """A tensor whose numbers the kernels can read: not spread over a mesh, without a forward-mode tangent."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name} must be an ordinary tensor, got a DTensor; pass {name}.full_tensor(), or the local slices with "
+            "vocab_group where an op has it"
+        )
+    if torch.compiler.is_compiling():
+        return  # a tracer has its own way with tangents, and none to find out here
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise RuntimeError(f"{name} has a forward-mode tangent; the ops of rspo_kernels know reverse mode only")
 
 
 def floating(name: str, x: Any) -> None:
     """A floating-point tensor of 16 to 64 bits."""
     allowed = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    plain_tensor(name, x)
     if x.dtype not in allowed:
         raise TypeError(f"{name} must be float32, bfloat16, float16 or float64, got {x.dtype}")
 
 
 def integer(name: str, x: Any) -> None:
     """An int32 or int64 tensor."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    plain_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
 
@@ -68,8 +83,7 @@ def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size | tuple[int, ...], device: torch.device, like: str) -> Tensor:
     """bool, int or float mask (non-zero keeps) of the shape of `like`, as bool."""
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
+    plain_tensor(name, mask)
     same_shape(name, mask, shape, like)
     same_device(name, mask, device, like)
     return mask if mask.dtype == torch.bool else mask != 0
@@ -123,6 +137,7 @@ def transform(
     ignore_index: int,
     vocab_group: Any | None,
     vocab_start: int | None,
+    device: torch.device,
 ) -> tuple[float, float | None, float, int, int, str, int]:
     """The fields of LogitsTransform, checked, as the operators take them."""
     if valid_vocab is not None and (not _whole(valid_vocab) or not 1 <= valid_vocab <= vocab):
@@ -136,7 +151,7 @@ def transform(
         if not isinstance(vocab_group, torch.distributed.ProcessGroup):
             raise TypeError(f"vocab_group must be a torch.distributed ProcessGroup, got {type(vocab_group).__name__}")
         group = vocab_group.group_name
-        vocab_start = vocab_group.rank() * vocab if vocab_start is None else vocab_start
+        vocab_start = _first_column(vocab, vocab_group, device) if vocab_start is None else vocab_start
     return (
         positive("logit_scale", logit_scale),
         None if softcap is None else positive("softcap", softcap),
@@ -146,6 +161,16 @@ def transform(
         group,
         vocab_start or 0,
     )
+
+
+def _first_column(vocab: int, group: torch.distributed.ProcessGroup, device: torch.device) -> int:
+    """How many columns the ranks before this one have: slices need not be equal (17 columns are 9 and 8)."""
+    if torch.compiler.is_compiling():
+        raise ValueError("vocab_start must be given under torch.compile, got None")
+    widths = torch.zeros(group.size(), dtype=torch.int64, device=device)
+    widths[group.rank()] = vocab
+    torch.distributed.all_reduce(widths, group=group)
+    return int(widths[: group.rank()].sum())
 
 
 def chunk_rows(value: int | None) -> None:

@@ -42,9 +42,11 @@ def token_logprobs(
         with_entropy: also return the entropy, in nats.
         vocab_group: processes that the vocabulary is spread over; `logits` are then this process's columns, targets
             and results are the same on all of them, and a target that nobody has gives NaN.
-        vocab_start: token of this process's first column; None: rank·V.
+        vocab_start: token of this process's first column. None: the columns of the ranks before, whose numbers the
+            processes tell each other in each call; to be given under torch.compile.
         inplace: let the backward pass overwrite `logits` with their gradient. Only when nothing else reads them
-            afterwards (autograd raises where it would) and they need no copy to become 3-dimensional.
+            afterwards (autograd raises where it would), they need no copy to become 3-dimensional, and no two of
+            them share memory.
         validate: check that targets are in range (a host synchronisation on accelerators). None: on the PyTorch path
             only. Unchecked out-of-range targets give NaN on Triton.
         backend: "auto", "torch" or "triton".
@@ -68,7 +70,15 @@ def token_logprobs(
         mask = checks.as_mask("mask", mask, lead, logits.device, "targets")
     checks.one_of("backend", backend, BACKENDS)
     settings = checks.transform(
-        vocab, logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+        vocab,
+        logit_scale,
+        softcap,
+        temperature,
+        valid_vocab,
+        ignore_index,
+        vocab_group,
+        vocab_start,
+        logits.device,
     )
 
     rows, shape = as_batch(logits, inplace), batch_shape(lead)
@@ -136,7 +146,15 @@ def linear_token_logprobs(
         mask = checks.as_mask("mask", mask, lead, hidden.device, "targets").reshape(-1)
     checks.one_of("backend", backend, BACKENDS)
     settings = checks.transform(
-        weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+        weight.shape[0],
+        logit_scale,
+        softcap,
+        temperature,
+        valid_vocab,
+        ignore_index,
+        vocab_group,
+        vocab_start,
+        hidden.device,
     )
     checks.chunk_rows(chunk_rows)
     wants = (x is not None and x.requires_grad for x in (hidden, weight, bias))
@@ -172,6 +190,11 @@ def as_batch(logits: Tensor, inplace: bool) -> Tensor:
     shape = (*batch_shape(logits.shape[:-1]), logits.shape[-1])
     if not inplace:
         return logits.reshape(shape)
+    if _may_overlap(logits):
+        raise ValueError(
+            f"inplace=True needs logits whose elements each have memory of their own; shape {list(logits.shape)} with "
+            f"strides {list(logits.stride())} (expanded, or a sliding window) has not"
+        )
     try:
         return logits.view(shape)
     except RuntimeError as error:
@@ -179,3 +202,14 @@ def as_batch(logits: Tensor, inplace: bool) -> Tensor:
             f"inplace=True needs logits that can be viewed as [B, L, V]; shape {list(logits.shape)} with strides "
             f"{list(logits.stride())} would have to be copied"
         ) from error
+
+
+def _may_overlap(x: Tensor) -> bool:
+    """Whether two elements can lie at one address: unless each stride steps over all that the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return x.numel() > 0
+            reach += (size - 1) * stride
+    return False

@@ -140,20 +140,39 @@ class LossInputs:
         """The fields of the config that the operators take."""
         return config_arguments(self.config)
 
+    def denominator(self, normalizer: Tensor | float | None) -> Tensor | float:
+        """What all losses divide by: the normalizer, or the default, and 1 where no token is left to divide.
+
+        A tensor that is not > 0 and finite is a ValueError on the CPU. Elsewhere, and under torch.compile, looking at
+        it would cost a synchronisation: there it makes the loss NaN if any token is unmasked.
+        """
+        if normalizer is None:
+            return (self.kept.sum() if self.count is None else self.count).clamp(min=1)
+        if not isinstance(normalizer, Tensor):
+            return checks.positive("normalizer", normalizer)
+        checks.plain_tensor("normalizer", normalizer)
+        if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
+            raise ValueError(
+                f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)} of {normalizer.dtype}"
+            )
+        if normalizer.device.type != "cpu":
+            checks.same_device("normalizer", normalizer, self.kept.device, "the tokens")
+        normalizer = normalizer.detach().to(self.kept.dtype)
+        empty = ~self.kept.any()
+        valid = (normalizer > 0) & (normalizer < torch.inf)
+        looks = type(normalizer) is Tensor and normalizer.device.type == "cpu" and not torch.compiler.is_compiling()
+        # With nothing left to divide a count of 0 is what an honest caller has.
+        if looks and not valid and not (normalizer == 0 and empty):
+            raise ValueError(
+                f"normalizer must be finite and > 0 (or 0 where all tokens are masked), got {float(normalizer)}"
+            )
+        return torch.where(empty, 1.0, torch.where(valid, normalizer, torch.nan))
+
 
 def check_config(config: Any) -> None:
     """A PolicyLossConfig."""
     if not isinstance(config, PolicyLossConfig):
         raise TypeError(f"config must be a PolicyLossConfig, got {type(config).__name__}")
-
-
-def check_normalizer(normalizer: Tensor | float) -> Tensor | float:
-    """A number > 0 or a 0-d tensor, which gets no gradient."""
-    if not isinstance(normalizer, Tensor):
-        return checks.positive("normalizer", normalizer)
-    if normalizer.dim() != 0:
-        raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
-    return normalizer.detach()
 
 
 def per_token(name: str, x: Tensor | None, tokens: TokenGrid) -> Tensor | None:

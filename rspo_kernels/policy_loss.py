@@ -12,9 +12,10 @@ from . import checks
 from .backends.common import compute_dtype
 from .backends.operators import ops
 from .backends.operators.fused import scale_
+from .backends.operators.registry import first_order_only
 from .config import STATS, PolicyLossConfig
 from .logprobs import as_batch, batch_shape
-from .loss_inputs import LossInputs, TokenGrid, check_config, check_normalizer, per_token
+from .loss_inputs import LossInputs, TokenGrid, check_config, per_token
 from .segments import Segments
 
 DEFAULT_CONFIG = PolicyLossConfig()
@@ -50,9 +51,11 @@ def policy_loss(
         mask: of the shape of logp, bool or numbers (non-zero keeps). Masked tokens contribute exactly nothing and may
             hold anything.
         weights: of the shape of logp, factor of each token's loss, e.g. the mixture weights (1 - α)/n_on and α/n_off.
-        normalizer: what the sum is divided by, a number > 0 or a 0-d tensor. None: the number of unmasked tokens
-            ("token-mean") or of sequences with an unmasked token (the other aggregations), at least 1. Pass the
-            global count when accumulating over micro-batches.
+        normalizer: what the sum is divided by, a number or a 0-d tensor, finite and > 0. None: the number of unmasked
+            tokens ("token-mean") or of sequences with an unmasked token (the other aggregations), at least 1. Pass
+            the global count when accumulating over micro-batches. A tensor may be 0 where every token is masked (the
+            loss is 0). Another tensor is a ValueError on the CPU, and a NaN loss elsewhere, where a check would wait
+            for the device.
         old_logp: of the shape of logp, log-probs before this update. None: equal to logp.detach().
         behavior_logp: of the shape of logp, log-probs under the generating policy. None: equal to old_logp.
         ref_logp: of the shape of logp, log-probs under the reference policy; required when config.kl_coef > 0.
@@ -96,9 +99,7 @@ def policy_loss(
         logp.reshape(-1), *inputs.operands(), entropy, **inputs.settings(), backend=backend
     )
     named = dict(zip(STATS, stats.unbind(), strict=True))
-    if normalizer is None:
-        normalizer = (named["num_tokens"] if inputs.count is None else inputs.count).clamp(min=1)
-    return loss_sum / check_normalizer(normalizer), named
+    return loss_sum / inputs.denominator(normalizer), named
 
 
 def logits_policy_loss(
@@ -137,7 +138,7 @@ def logits_policy_loss(
             as in policy_loss, with the targets' shape for that of logp.
         with_entropy: report the entropy also where the loss has no entropy term (else that statistic is 0).
         inplace: write the gradient over the logits in the forward pass: no second tensor of that size, and the logits
-            are gone. Only one backward pass then.
+            are gone. Only one backward pass then. torch.compile plans memory itself and leaves the logits alone.
 
     Returns, raises: as policy_loss.
     """
@@ -148,7 +149,15 @@ def logits_policy_loss(
     checks.same_shape("targets", targets, logits.shape[:-1], "logits without the last dimension")
     checks.same_device("targets", targets, logits.device, "logits")
     settings = checks.transform(
-        logits.shape[-1], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+        logits.shape[-1],
+        logit_scale,
+        softcap,
+        temperature,
+        valid_vocab,
+        ignore_index,
+        vocab_group,
+        vocab_start,
+        logits.device,
     )
     partners = (mask, weights, old_logp, behavior_logp, ref_logp, segments, advantage_level, config, backend)
     inputs, operands = _fused_operands(targets, logits.dtype, advantages, normalizer, ignore_index, *partners)
@@ -156,7 +165,7 @@ def logits_policy_loss(
     rows = as_batch(logits, inplace)
     arguments = (targets.reshape(batch_shape(targets.shape)), *operands, *settings)
     tail = (*inputs.settings().values(), with_entropy, want_gradient, validate, backend)
-    if inplace and want_gradient:
+    if inplace and want_gradient and not torch.compiler.is_compiling():
         loss, stats = _InplaceLogitsLoss.apply(rows, *arguments, *tail)
     else:
         loss, stats, _ = ops.logits_policy_loss(rows, *arguments, *tail)
@@ -174,6 +183,7 @@ class _InplaceLogitsLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.grad is None:
             raise RuntimeError("logits_policy_loss with inplace=True allows one backward pass; its gradient is used up")
@@ -241,7 +251,15 @@ def linear_policy_loss(
     """
     flat, weight, bias, _ = checks.lm_head(hidden, weight, bias, targets)
     settings = checks.transform(
-        weight.shape[0], logit_scale, softcap, temperature, valid_vocab, ignore_index, vocab_group, vocab_start
+        weight.shape[0],
+        logit_scale,
+        softcap,
+        temperature,
+        valid_vocab,
+        ignore_index,
+        vocab_group,
+        vocab_start,
+        flat.device,
     )
     checks.chunk_rows(chunk_rows)
     if parts is not None:
@@ -272,6 +290,7 @@ def linear_policy_loss(
 
 def _parts(parts: Tensor, targets: Tensor) -> Tensor:
     """The checked parts as bool [P, N]."""
+    checks.plain_tensor("parts", parts)
     if parts.dtype != torch.bool:
         raise TypeError(f"parts must be a bool tensor, got {parts.dtype}")
     if parts.dim() != targets.dim() + 1 or parts.shape[1:] != targets.shape:
@@ -311,10 +330,7 @@ def _fused_operands(
         backend=backend,
         ignored=targets == ignore_index,
     )
-    if normalizer is None:
-        count = inputs.kept.sum() if inputs.count is None else inputs.count
-        normalizer = count.clamp(min=1)
     scale = torch.ones_like(inputs.kept) if inputs.weights is None else inputs.weights
     operands = list(inputs.operands())
-    operands[3] = scale / check_normalizer(normalizer)
+    operands[3] = scale / inputs.denominator(normalizer)
     return inputs, tuple(operands)

@@ -48,13 +48,13 @@ def define(
 ) -> None:
     """Register an operator: schema, implementation (for every device), fake rule and, optionally, its gradient.
 
-    Its body and its gradient are out of reach of the caller's autocast.
+    Its body and its gradient are out of reach of the caller's autocast, and the gradient can be taken once.
     """
     library.define(name + schema)
     library.impl(name, without_autocast(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
     if backward is not None:
-        gradient = without_autocast(backward)
+        gradient = first_order_only(without_autocast(backward))
         torch.library.register_autograd(f"{NAMESPACE}::{name}", gradient, setup_context=setup, lib=library)
 
 
@@ -70,6 +70,44 @@ def without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
             for kind in kinds:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             return body(*arguments)
+
+    return run
+
+
+class _NoSecondOrder(torch.autograd.Function):
+    """Gradients that say no when somebody differentiates them."""
+
+    @staticmethod
+    def forward(*grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "the ops of rspo_kernels are differentiable once: their gradients (create_graph=True) have no gradient; "
+            "use rspo_kernels.reference for second derivatives"
+        )
+
+
+def first_order_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """A backward function whose results raise when they are differentiated, rather than count as constants."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        present = [i for i, grad in enumerate(results) if grad is not None]
+        guarded = _NoSecondOrder.apply(*(results[i].detach().requires_grad_() for i in present))
+        out = list(results)
+        for i, grad in zip(present, guarded, strict=True):
+            out[i] = grad
+        return tuple(out)
 
     return run
 
