@@ -1,8 +1,9 @@
 """The policy loss with its gradients and statistics, as element-wise operations on vectors of tokens.
 
 The formulas are those of config.PolicyLossConfig. Gradients are written out and chosen, never multiplied by 0: a
-clipped, clamped or masked token has a gradient of exactly 0 whatever else it holds. Choices between a number and 0 go
-by its bits (`only`): torch.where takes a branch for each element on the CPU, twenty times as long.
+masked token, or one of weight 0, has a gradient of exactly 0 whatever it holds, a clipped or clamped one whatever else
+it holds short of NaN, which makes the loss and the token's gradient NaN. Choices between a number and 0 go by its bits
+(`only`): torch.where takes a branch for each element on the CPU, twenty times as long.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def policy_loss_forward(
         return only(x.to(dtype), kept_bits)
 
     new = clean(logp)
-    possible = new >= LOWEST
+    possible = ~(new < LOWEST)
     new = new.clamp(min=LOWEST)
     old = new if old_logp is None else clean(old_logp).clamp(min=LOWEST)
     behavior = old if behavior_logp is None else clean(behavior_logp).clamp(min=LOWEST)
@@ -63,11 +64,12 @@ def policy_loss_forward(
     raw_r, raw_c = new - behavior, old - behavior
     if segments is not None:
         raw_r, raw_c = segment_sums(torch.stack([raw_r, raw_c]) * segments.share, segments)[:, segments.index]
-    movable = raw_r.abs() <= clamp
+    movable = ~(raw_r.abs() > clamp)
     ratio, log_c = raw_r.clamp(-clamp, clamp).exp(), raw_c.clamp(-clamp, clamp)
     center = log_c.exp()
     part = surrogate(ratio, center, log_c, new, adv, raw_c == 0, possible, config)
     loss = -part.objective
+    taint = raw_r + raw_c + adv
     # What reaches logp through the segment's ratio, and what reaches it directly.
     by_ratio = only(-part.slope, bits(movable, dtype))
     direct = torch.zeros_like(loss)
@@ -78,7 +80,8 @@ def policy_loss_forward(
     if ref_logp is not None:
         gap = clean(ref_logp).clamp(min=LOWEST) - new
         kl_ref, kl_slope = kl_estimate(gap, config.kl_estimator)
-        kl_slope = only(kl_slope, bits(possible & (gap.abs() <= KL_CLAMP), dtype))
+        taint = taint + gap
+        kl_slope = only(kl_slope, bits(possible & ~(gap.abs() > KL_CLAMP), dtype))
         if config.kl_weighted:
             kl_slope, kl_ref = kl_slope * ratio, kl_ref * ratio
             by_ratio = by_ratio + config.kl_coef * only(kl_ref, bits(movable, dtype))
@@ -89,13 +92,19 @@ def policy_loss_forward(
     if entropy is not None:
         ent = clean(entropy)
         loss = loss - config.entropy_coef * ent
-        grad_entropy = -config.entropy_coef * w
-    loss_sum = (w * loss).sum()
-    shared = w * by_ratio
+        taint = taint + ent
+        grad_entropy = -config.entropy_coef * w + only(ent, bits(ent.isnan() & (w != 0), dtype))
+    speaks = bits(w != 0, dtype)
+    # Comparisons choose NaN away, and guards on the gradient's norm would let the step through.
+    poison = only(taint, bits(taint.isnan(), dtype))
+    loss, direct = loss + poison, direct + poison
+    loss_sum = only(w * loss, speaks).sum()
+    shared = only(w * by_ratio, speaks)
     if segments is not None:
-        shared = segment_sums(shared, segments)[segments.index] * segments.share
+        # Masked tokens have no share, also not of NaN.
+        shared = only(segment_sums(shared, segments)[segments.index] * segments.share, kept_bits)
     # A target of probability 0 has no direction to move in.
-    grad_logp = only(shared, bits(possible, dtype)) + w * direct
+    grad_logp = only(shared, bits(possible, dtype)) + only(w * direct, speaks)
 
     log_new = (new - old).clamp(-clamp, clamp)
     kl_old = exp_minus_linear(log_new)

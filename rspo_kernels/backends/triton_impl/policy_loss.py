@@ -13,10 +13,11 @@ takes BLOCK tokens and leaves one row of partial sums. The last program to finis
 in a fixed order: no float atomics, so two runs give the same bits. Where tokens share the ratio of a segment, a
 launch before makes the ratios and one after spreads their gradient (segment_ratios.py).
 
-Numerics: float32. Log-ratios are clamped before exp and gradients chosen by `where`, never multiplied by 0: a clipped,
-clamped or masked token, or one of weight 0, has a gradient of exactly 0 whatever else it holds. Log-probs of -inf
-count as -1e30. k3 = exp(d) - 1 - d is a series near 0, where the difference would have no digits left. NaN log-probs
-make the loss NaN: the clamps are told to let them through, which the hardware's do not by themselves.
+Numerics: float32. Log-ratios are clamped before exp and gradients chosen by `where`, never multiplied by 0: a masked
+token, or one of weight 0, has a gradient of exactly 0 whatever it holds, a clipped or clamped one whatever else but NaN
+it holds. Log-probs of -inf count as -1e30. k3 = exp(d) - 1 - d is a series near 0, where the difference would have no
+digits left. NaN makes the loss and the token's gradient NaN: the clamps let it through, which the hardware's would
+not by themselves, and what comparisons would choose away is added at the end.
 
 Compiled by Triton 3.7.1 for sm_90 (not yet timed on a GPU): 48 registers with the fewest options, 72 with RSPO's, 96
 with all; 32-bit loads side by side, since N may be anything.
@@ -90,7 +91,7 @@ def kl_estimate(b_gap, ESTIMATOR: tl.constexpr):
         b_kl, b_slope = 0.5 * b_d * b_d, -b_d
     else:
         b_kl, b_slope = k3_minus(b_d), -expm1(b_d)
-    return b_kl, tl.where(tl.abs(b_gap) <= KL_LIMIT, b_slope, 0.0)
+    return b_kl, tl.where(tl.abs(b_gap) > KL_LIMIT, 0.0, b_slope)
 
 
 @triton.jit
@@ -177,7 +178,7 @@ def token_loss(
     Returns weight and loss; the weighted derivatives by the log-ratio that a segment shares (0 without segments) and
     by logp; then what the statistics need: KL, logp - old, ratio, centre, and which bound acted.
     """
-    b_possible = b_logp >= LOWEST_LOGP
+    b_possible = (b_logp < LOWEST_LOGP) == 0
     b_new = at_least_lowest(b_logp)
     b_old = b_new
     if p_old is not None:
@@ -198,7 +199,7 @@ def token_loss(
         b_segment = tl.load(p_segment + o_t, mask=b_keep, other=0).to(tl.int64)
         b_raw_r = tl.load(p_log_r + b_segment, mask=b_keep, other=0.0)
         b_raw_c = tl.load(p_log_c + b_segment, mask=b_keep, other=0.0)
-    b_movable = tl.abs(b_raw_r) <= clamp
+    b_movable = (tl.abs(b_raw_r) > clamp) == 0
     b_log_c = bounded(b_raw_c, clamp)
     b_ratio, b_center = exp(bounded(b_raw_r, clamp)), exp(b_log_c)
     b_objective, b_slope, b_low, b_high, b_dual = surrogate(
@@ -207,6 +208,7 @@ def token_loss(
         LOSS_FORM, CLIP_CENTER, CENTER_CAP, WEIGHT_CAP, DUAL_CLIP, DUAL_CLIP_REPLAY,
     )  # fmt: skip
     b_loss = -b_objective
+    b_taint = b_raw_r + b_raw_c + b_adv
     # What reaches logp through the ratio, perhaps a segment's, and what reaches it directly.
     b_zero = tl.zeros(b_ratio.shape, tl.float32)
     b_by_ratio = tl.where(b_movable, -b_slope, 0.0)
@@ -216,7 +218,9 @@ def token_loss(
 
     b_kl = b_zero
     if p_ref is not None:
-        b_kl, b_kl_slope = kl_estimate(load_logp(p_ref, o_t, b_keep) - b_new, KL_ESTIMATOR)
+        b_gap = load_logp(p_ref, o_t, b_keep) - b_new
+        b_taint += b_gap
+        b_kl, b_kl_slope = kl_estimate(b_gap, KL_ESTIMATOR)
         if KL_WEIGHTED:
             b_kl_slope, b_kl = b_kl_slope * b_ratio, b_kl * b_ratio
             b_by_ratio += kl_coef * tl.where(b_movable, b_kl, 0.0)
@@ -224,6 +228,10 @@ def token_loss(
         b_direct += kl_coef * tl.where(b_possible, b_kl_slope, 0.0)
     if p_segment is None:
         b_direct += tl.where(b_possible, b_by_ratio, 0.0)
+    # Comparisons choose NaN away, and guards on the gradient's norm would let the step through.
+    b_poison = tl.where(b_taint != b_taint, float("nan"), 0.0)
+    b_loss += b_poison
+    b_direct += b_poison
     b_silent = b_w == 0.0
     b_shared = tl.where(b_silent, 0.0, b_w * b_by_ratio)
     b_direct = tl.where(b_silent, 0.0, b_w * b_direct)
@@ -259,7 +267,9 @@ def policy_loss_kernel(
     if p_entropy is not None:
         b_ent = tl.load(p_entropy + o_t, mask=b_keep, other=0.0).to(tl.float32)
         b_loss -= entropy_coef * b_ent
-        tl.store(p_grad_entropy + o_t, -entropy_coef * b_w, mask=b_inside)
+        b_taint = tl.where((b_ent != b_ent) & (b_w != 0.0), float("nan"), 0.0)
+        b_slope += b_taint
+        tl.store(p_grad_entropy + o_t, b_taint - entropy_coef * b_w, mask=b_inside)
     if p_segment is not None:
         tl.store(p_shared + o_t, b_shared, mask=b_inside)
     tl.store(p_grad_logp + o_t, b_slope, mask=b_inside)
