@@ -19,7 +19,7 @@ it holds. Log-probs of -inf count as -1e30. k3 = exp(d) - 1 - d is a series near
 digits left. NaN makes the loss and the token's gradient NaN: the clamps let it through, which the hardware's would
 not by themselves, and what comparisons would choose away is added at the end.
 
-Compiled by Triton 3.7.1 for sm_90 (not yet timed on a GPU): 48 registers with the fewest options, 72 with RSPO's, 96
+Compiled by Triton 3.7.1 for sm_90 (not yet timed on a GPU): 56 registers with the fewest options, 72 with RSPO's, 106
 with all; 32-bit loads side by side, since N may be anything.
 """
 
