@@ -67,7 +67,18 @@ def execute(
         save: called with all rows so far whenever a run has finished.
 
     After an error or Ctrl-C the runs that wait are given up, but for one or two that a process has taken already.
+
+    Raises FolderInUseError where another process makes runs in the folder.
     """
+    from rspo.folder_lock import FolderLock
+
+    with FolderLock(folder):
+        return _execute(specs, done, folder, jobs, save)
+
+
+def _execute(
+    specs: Sequence[Planned], done: Sequence[Row], folder: Path, jobs: int, save: Callable[[list[Row]], None]
+) -> list[Row]:
     rows = {row["key"]: row for row in done}
     open_specs = [spec for spec in specs if spec.key not in rows]
     starts = {spec.start_name: spec for spec in open_specs}

@@ -18,7 +18,7 @@ from .envs import BatchedEnv
 from .gradient_checkpointing import recompute_layers
 from .models import Policy
 from .rewards import RewardFunction
-from .runs import build_env
+from .runs import build_env, env_arguments
 from .sections import ATTENTION, DTYPES
 
 
@@ -61,7 +61,7 @@ def as_env(config: Config, env: str | BatchedEnv | type[BatchedEnv] | None) -> t
     if isinstance(env, BatchedEnv):
         return config, env
     try:
-        return config, env(**config.env.options)
+        return config, env(**env_arguments(config.env, env))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env={env!r} with env.options={config.env.options}: {error}") from error
 
@@ -99,7 +99,9 @@ def as_policy(
     if isinstance(model, PreTrainedModel):
         if not isinstance(processing_class, PreTrainedTokenizerBase):
             raise TypeError(f"processing_class must be the tokenizer of the model object, got {processing_class!r}")
-        model = Policy(model, processing_class, config.policy.packs, config.policy.fused, config.policy.chat != "off")
+        settings = config.policy
+        chat, kwargs = settings.chat != "off", settings.chat_template_kwargs
+        model = Policy(model, processing_class, settings.packs, settings.fused, chat, kwargs)
     if isinstance(model, Policy):
         if config.policy.gradient_checkpointing:
             recompute_layers(model.model)
@@ -127,6 +129,10 @@ def _settings_of(config: Config, policy: Policy) -> Config:
         raise ConfigError(f"processing_class has {tokens} tokens, more than the {rows} that the model embeds")
     if config.policy.chat == "on" and policy.tokenizer.chat_template is None:
         raise ConfigError("policy.chat='on', but the model's tokenizer has no chat template")
+    kwargs = policy.chat_template_kwargs
+    wanted = config.policy.chat_template_kwargs
+    if wanted not in ({}, kwargs):
+        raise ConfigError(f"policy.chat_template_kwargs={wanted}, but the model is a Policy with {kwargs}")
     attention = policy.model.config._attn_implementation
     same_packing = config.policy.packs == policy.packs
     same_chat = (config.policy.chat != "off") == policy.chat
@@ -138,6 +144,7 @@ def _settings_of(config: Config, policy: Policy) -> Config:
         attention=attention if attention in ATTENTION else config.policy.attention,
         packing=config.policy.packing if same_packing else "on" if policy.packs else "off",
         chat=config.policy.chat if same_chat else "auto" if policy.chat else "off",
+        chat_template_kwargs=kwargs,
         fused=policy.fused,
     )
     return replace(config, policy=settings)

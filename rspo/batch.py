@@ -25,7 +25,8 @@ class Batch:
 
     Of rows: input_ids int64 [R, L]; row_lengths int64 [R].
     Of turns, int64 [T]: turn_row; turn_lengths, their response tokens; turn_trajectory, an index of the trajectories
-        the batch was made of; turn_index within that trajectory; turn_valid bool, its action was valid.
+        the batch was made of; turn_index within that trajectory. bool [T]: turn_valid, the response was well formed
+        and its action accepted; turn_well_formed, the former alone.
     Of tokens [N]: token_row, token_column, targets int64; behavior_logp, old_logp, advantages, rewards (a turn's at
         its last token) float32; is_replay bool; and where asked for, else None: ref_logp, values (the critic's before
         the update), returns (what they should be), bootstrap (at the last token of a truncated trajectory the
@@ -40,6 +41,7 @@ class Batch:
     turn_trajectory: Tensor
     turn_index: Tensor
     turn_valid: Tensor
+    turn_well_formed: Tensor
     token_row: Tensor
     token_column: Tensor
     targets: Tensor
@@ -100,6 +102,7 @@ class Batch:
             "turn_trajectory": np.repeat(np.arange(len(trajectories)), counts),
             "turn_index": turn_index,
             "turn_valid": np.array([turn.is_action_valid for turn in turns]),
+            "turn_well_formed": np.array([turn.is_well_formed for turn in turns]),
             "token_row": token_row,
             "token_column": token_column,
             "targets": input_ids[token_row, token_column + 1],

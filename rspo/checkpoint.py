@@ -2,13 +2,15 @@
 
 A checkpoint is a folder that transformers can load as it stands (model and tokenizer; under LoRA the adapter, which
 names its base), plus `optimizer.pt` (tensors and plain values, read back with `weights_only=True`),
-`critic.safetensors` where there is a critic, `state.json` (counters and random streams) and, where the replay buffer
-outlives a loop, `buffer.jsonl`. A folder of that name is always complete (`rspo.storage`).
+`critic.safetensors` where there is a critic, `state.json` (counters, random streams, and the names and sizes of all
+other files) and, where the replay buffer outlives a loop, `buffer.jsonl`. A folder of that name is always complete
+(`rspo.storage`).
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from .agent import Agent
 from .config import Config, ConfigError
 from .critic import Critic
 from .distributed import ALONE, Ranks
+from .file_names import STATE_FILE
 from .lora import is_adapter
 from .models import Policy
 from .sharded_tensors import gathered
@@ -30,8 +33,9 @@ from .storage import DamagedFileError, new_folder, reading, remove_folder
 from .trajectory import Trajectory, trajectory_from_json, trajectory_to_json
 
 PREFIX = "step-"
-STATE_FILE = "state.json"
-"""In a checkpoint: counters and random streams."""
+FILES = "files"
+"""In the state: sizes of the other files, by name."""
+INCOMPLETE = ".incomplete"
 WITHOUT_IT = "without that folder the run goes on from the checkpoint before it"
 
 
@@ -60,10 +64,11 @@ def save_checkpoint(path: Path, agent: Agent, state: dict[str, Any], buffer: Seq
                 save_file(critic, folder / "critic.safetensors")
             with open(folder / "optimizer.pt", "wb") as binary:  # through Python, whose errors say what went wrong
                 torch.save(optimizers, binary)
-            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
             if buffer:
                 with open(folder / "buffer.jsonl", "w", encoding="utf-8") as file:
                     file.writelines(json.dumps(trajectory_to_json(trajectory)) + "\n" for trajectory in buffer)
+            files = {path.name: path.stat().st_size for path in folder.iterdir()}
+            (folder / STATE_FILE).write_text(json.dumps({**state, FILES: files}), encoding="utf-8")
 
     ranks.from_main(save)
 
@@ -140,8 +145,43 @@ def _shape(weight: Tensor | None) -> str:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in a folder, oldest first. One called `failed` (see `Trainer.train`) is not among them."""
+    return [path for path in _checkpoint_folders(folder) if _is_whole(path)]
+
+
+def incomplete_checkpoints(folder: Path) -> list[Path]:
+    """Folders with a checkpoint's name in which something is missing or cut off, oldest first."""
+    return [path for path in _checkpoint_folders(folder) if path.is_dir() and not _is_whole(path)]
+
+
+def pass_over_incomplete(folder: Path, *, rename: bool) -> None:
+    """Warn of checkpoints that cannot be gone on from.
+
+    rename: give them another name (`step-000006.incomplete`), so that the run can write that checkpoint again. Only for
+        the process that writes into the folder.
+    """
+    for path in incomplete_checkpoints(folder):
+        said = f"{path} is incomplete and is passed over"
+        if rename:
+            aside = path.with_name(f"{path.name}{INCOMPLETE}")
+            if aside.exists():
+                remove_folder(aside)
+            path.rename(aside)
+            said += f"; it is {aside.name} now, and can be deleted"
+        warnings.warn(said, stacklevel=3)
+
+
+def _checkpoint_folders(folder: Path) -> list[Path]:
     found = [path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
     return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint's files are all there, in the sizes that they were written in."""
+    try:
+        sizes = json.loads((path / STATE_FILE).read_text(encoding="utf-8")).get(FILES, {})
+        return all((path / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

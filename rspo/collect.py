@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .config import Config, ConfigError
 from .engines import LOCAL, Backend, Engine, ScriptedEngine, expert_of
 from .envs.base import BatchedEnv
+from .folder_lock import FolderLock
 from .layouts import make_layout
 from .models import Policy
 from .randomness import named_generator, named_seed
@@ -47,15 +48,33 @@ def collect(
         that probability, else a random one), and the policy's tokenizer makes the ids.
     backend: generates the policy's responses.
 
-    Raises ConfigError where the file is there and `resume` is not given, or the environment has no expert.
+    Raises ConfigError where the file is there and `resume` is not given, another process writes into the folder
+    (FolderInUseError), or the environment has no expert.
     """
     if expert_rate is not None:
         expert_of(env, NO_EXPERT)
     path = folder / TRAJECTORIES_FILE
+    with _unmade_if_empty(path):
+        with writing(path):
+            lock = FolderLock(folder)
+        with lock:
+            return _collect(env, policy, config, path, count, expert_rate, resume, progress, backend)
+
+
+def _collect(
+    env: BatchedEnv,
+    policy: Policy,
+    config: Config,
+    path: Path,
+    count: int,
+    expert_rate: float | None,
+    resume: bool,
+    progress: bool,
+    backend: Backend,
+) -> dict[str, float]:
     if path.exists() and not resume:
         raise ConfigError(f"{path} exists; choose another --out, or add to it with --resume")
     with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
         path.touch()
         _drop_unfinished(path)
     summary = Summary()
@@ -74,6 +93,21 @@ def collect(
             bar.update(len(played))
             bar.set_postfix(success=f"{summary.won / summary.count:.1%}", refresh=False)
     return summary.values()
+
+
+@contextmanager
+def _unmade_if_empty(path: Path) -> Iterator[None]:
+    """What fails before anything is played, such as an environment that cannot start, leaves no file and no folder that
+    only `resume` would take."""
+    made = [made for made in (path, path.parent) if not made.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if path in made and path.stat().st_size == 0:
+                path.unlink()
+            if path.parent in made:
+                path.parent.rmdir()
 
 
 def _play(
@@ -141,7 +175,7 @@ def load_trajectories(paths: Sequence[Path]) -> list[Trajectory]:
     trajectories: list[Trajectory] = []
     for path in paths:
         file = path / TRAJECTORIES_FILE if path.is_dir() else path
-        if not file.is_file():
+        if not file.exists():
             raise ConfigError(f"{file} does not exist; expected trajectories written by `rspo collect`")
         found = list(read_trajectories(file))
         if not found:

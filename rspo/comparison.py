@@ -11,12 +11,11 @@ from typing import Any
 
 import yaml
 
-from .config_io import method_names, preset
-from .runs import CONFIG_FILE
+from .config_io import CONFIG_FILE, method_names, preset, read_config
 from .tracking import read_metrics
 
 IGNORED = (
-    "run.seed", "run.save_every", "run.keep", "run.threads", "run.report_to", "run.report_online",
+    "run.seed", "run.save_every", "run.keep", "run.threads", "run.reproducible", "run.report_to", "run.report_online",
     "evaluation.transcripts",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
     "policy.allow_download", "rollout.max_batch", "optimizer.micro_batch_tokens", "env.workers",
@@ -55,7 +54,7 @@ class RunData:
         if not (folder / CONFIG_FILE).is_file():
             return cls(folder, folder.name, 0, {}, None, records)
         # Laid over the preset's values name by name: a setting that this version does not know decides nothing here.
-        config = preset("default", **method_names(folder / CONFIG_FILE))
+        config = preset("default", **method_names(read_config(folder / CONFIG_FILE)))
         stored = _flat(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
         settings = {name: stored.get(name, value) for name, value in _flat(asdict(config)).items()}
         seed, start = settings["run.seed"], settings.pop(START)

@@ -171,8 +171,9 @@ class Config:
         return self.swap.alpha * decay(self.swap.alpha_schedule, step / self.run.steps)
 
     def learning_rate_factor(self, step: int) -> float:
-        """What the learning rates are multiplied by at an update of A, counted from 0, and at those of B before it."""
-        warmup = self.optimizer.warmup_updates
+        """What the learning rates are multiplied by at an update, counted from 0. Agent B's go on from A's where it was
+        copied; where its loop is longer than what is left of the run, at the last one's."""
+        warmup, step = self.optimizer.warmup_updates, min(step, self.run.steps - 1)
         if step < warmup:
             return (step + 1) / (warmup + 1)
         return decay(self.optimizer.schedule, (step - warmup) / max(self.run.steps - warmup, 1))
@@ -214,11 +215,12 @@ def paper_config(method: str = "rspo", base: str = "grpo") -> Config:
     """Every setting as in the paper (ALFWorld where the environments differ), with its unbounded shifted centre."""
     return replace(
         default_config(method, base),
+        env=EnvConfig(style="verl-agent"),
         policy=PolicyConfig(chat="on", gradient_checkpointing=True),
         rollout=replace(
             default_config(method, base).rollout, max_prompt_tokens=2048, max_response_tokens=512, max_batch=128
         ),
-        estimator=EstimatorConfig(invalid_penalty=0.1),
+        estimator=EstimatorConfig(invalid_penalty=0.1, invalid_penalty_on="format"),
         loss=PolicyLossConfig(
             clip_low=0.2,
             clip_high=0.2,

@@ -32,7 +32,11 @@ def preset(name: str, method: str = "rspo", base: str = "grpo") -> Config:
 def load_config(path: str | Path, base: Config | None = None) -> Config:
     """A YAML file laid over `base`, or over the preset that the file names, for its own method. Raises ConfigError
     naming the file."""
-    values = _read(path)
+    return config_of_file(path, read_config(path), base)
+
+
+def config_of_file(path: str | Path, values: Mapping[str, Any], base: Config | None = None) -> Config:
+    """As `load_config`, of what `read_config` has read."""
     try:
         return config_from(values, base)
     except ValueError as error:
@@ -42,37 +46,33 @@ def load_config(path: str | Path, base: Config | None = None) -> Config:
 def config_from(values: Mapping[str, Any], base: Config | None = None) -> Config:
     """Sections as in a YAML file, laid over `base`, or over the preset that they name, for their own method."""
     settings = {name: value for name, value in values.items() if name != "preset"}
-    config: Config = overlay(base or preset(_preset_name(values), **_method_names(values)), settings)
+    config: Config = overlay(base or preset(preset_name(values), **method_names(values)), settings)
     return config
 
 
-def method_names(path: str | Path) -> dict[str, str]:
-    """`method` and `base` of a YAML file, as far as it has them."""
-    return _method_names(_read(path))
-
-
-def preset_name(path: str | Path) -> str:
-    """The preset that a YAML file names by the key `preset`; "default" where it names none."""
-    return _preset_name(_read(path))
-
-
-def _preset_name(values: Mapping[str, Any]) -> str:
-    return str(values.get("preset", "default"))
-
-
-def _method_names(values: Mapping[str, Any]) -> dict[str, str]:
+def method_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """`method` and `base` of a YAML file's values, as far as they are there."""
     return {name: values[name] for name in ("method", "base") if isinstance(values.get(name), str)}
 
 
-def _read(path: str | Path) -> Mapping[str, Any]:
+def preset_name(values: Mapping[str, Any]) -> str:
+    """The preset that a YAML file's values name by the key `preset`; "default" where they name none."""
+    return str(values.get("preset", "default"))
+
+
+def read_config(path: str | Path) -> Mapping[str, Any]:
+    """What a YAML file says, read once: it may be a pipe. Raises ConfigError naming the file."""
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{path} is not a YAML file: {error}") from error
     except FileNotFoundError as error:
         raise ConfigError(f"the configuration {path} does not exist") from error
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from error
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{path}: expected a mapping of sections, got {type(values).__name__}")
+        found = "nothing" if values is None else type(values).__name__
+        raise ConfigError(f"{path}: expected a mapping of sections, got {found}")
     return values
 
 

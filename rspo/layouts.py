@@ -44,7 +44,8 @@ class PerTurn(Layout):
     def prompts(
         self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
     ) -> list[np.ndarray]:
-        return self.texts.encode([self.env.render_prompt(context) for context in contexts])
+        broken = self.texts.control.broken_in_context
+        return self.texts.encode([self.env.render_prompt(broken(context)) for context in contexts])
 
 
 class Conversation(Layout):
@@ -53,6 +54,7 @@ class Conversation(Layout):
     def prompts(
         self, contexts: Sequence[PromptContext], before: Sequence[tuple[np.ndarray, np.ndarray] | None]
     ) -> list[np.ndarray]:
+        contexts = [self.texts.control.broken_in_context(context) for context in contexts]
         opening = [context for context, turn in zip(contexts, before, strict=True) if turn is None]
         following = [context for context, turn in zip(contexts, before, strict=True) if turn is not None]
         openings = iter(self.texts.encode([self.env.render_opening(context) for context in opening]))

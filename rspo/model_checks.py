@@ -12,6 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .batch import Batch
+from .chat_templates import check_template_kwargs
 from .heads import body_of
 from .policy_module import run_body
 from .sections import ConfigError, PolicyConfig
@@ -54,7 +55,7 @@ def check_attention_caps(model_config: PretrainedConfig, attention: str) -> None
 
 def check_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: PolicyConfig) -> None:
     """Raises ConfigError for a model without a head, a tokenizer with more tokens than the model has, or one without
-    the chat template that is asked for."""
+    the chat template that is asked for or with one that does not read what it is to be given."""
     where = repr(config.path) if config.path is not None else "the model"
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{type(model).__name__} at {where} has no output embeddings: it is not a causal LM")
@@ -66,6 +67,7 @@ def check_loaded(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, con
             f"policy.chat='on', but the tokenizer at {where} has no chat template: take the instruct version of the"
             " model, put a chat_template.jinja in its folder, or set policy.chat='auto' for prompts as plain text"
         )
+    check_template_kwargs(tokenizer, config.chat_template_kwargs, config.chat != "off")
 
 
 def check_run(policy: Policy, config: Config) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,6 +21,7 @@ from .loading import load_model, load_tokenizer, no_model
 from .lora import add_adapter, base_path, has_adapter, is_adapter, load_adapter, merged_weights, save_adapter
 from .model_checks import check_attention_caps, check_attention_device, check_device, check_loaded
 from .policy_module import PolicyModule
+from .reproducible import align
 from .sharing import copy_module, frozen_view
 from .texts import Texts
 
@@ -38,6 +39,7 @@ class Policy(Texts):
         packs: forward passes over a batch run without padding.
         fused: as `PolicyConfig.fused`.
         chat: a chat template is used where there is one.
+        chat_template_kwargs: what else the template is given.
 
     `rounds`: float32 weights are rounded to compute with them, and in files.
     `module` is the model with all that training computes of it; forward passes over batches go through it alone.
@@ -50,8 +52,10 @@ class Policy(Texts):
         packs: bool = False,
         fused: str = "auto",
         chat: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(tokenizer, chat)
+        super().__init__(tokenizer, chat, chat_template_kwargs)
+        align(model)
         self.model = model.eval()
         self.packs, self.fused = packs, fused
         self.version = next(_VERSIONS)
@@ -88,7 +92,8 @@ class Policy(Texts):
         check_loaded(model, tokenizer, config)
         if config.gradient_checkpointing:
             recompute_layers(model)
-        return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off")
+        kwargs = config.chat_template_kwargs
+        return cls(model.to(config.device), tokenizer, config.packs, config.fused, config.chat != "off", kwargs)
 
     @classmethod
     def _load_base(cls, adapter: Path, config: PolicyConfig) -> Policy:
@@ -151,7 +156,7 @@ class Policy(Texts):
 
     def _with(self, model: PreTrainedModel) -> Policy:
         """A policy like this one, with another model."""
-        return Policy(model, self.tokenizer, self.packs, self.fused, self.chat)
+        return Policy(model, self.tokenizer, self.packs, self.fused, self.chat, self.chat_template_kwargs)
 
     def weights_changed(self) -> None:
         """To be called after the weights have changed: no other weights in this process have the new `version`, so that

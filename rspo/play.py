@@ -13,6 +13,7 @@ import numpy as np
 from .config import ConfigError
 from .engines import expert_of
 from .envs.base import BatchedEnv, Info, PromptContext
+from .envs.returned import reset_checked, step_checked
 
 HELP = """Type an action as the environment takes it, or a whole response with its tags. Also:
   :actions   what can be done now
@@ -39,7 +40,7 @@ class Game:
     dense_return: float = 0.0
 
     def __post_init__(self) -> None:
-        self._show(*self.env.reset([self.task], [self.seed]))
+        self._show(*reset_checked(self.env, [self.task], [self.seed]))
         self.history: list[tuple[str, str]] = []
         self.ended = False
 
@@ -68,7 +69,7 @@ class Game:
             action, well_formed = " ".join(response.lower().split()), True
         self.history.append((self.observation, action))
         self.actions.append(action)
-        observations, rewards, terminated, truncated, infos = self.env.step([action])
+        observations, rewards, terminated, truncated, infos = step_checked(self.env, [action])
         self._show(observations, infos)
         dense = float(self.info.get("dense_reward", 0.0))
         self.reward += float(rewards[0])

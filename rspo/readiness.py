@@ -19,6 +19,7 @@ from .checkpoint import list_checkpoints
 from .config import Config, ConfigError
 from .distributed import Ranks
 from .engines import open_backend
+from .folder_lock import check_unused
 from .loading import check_weights, load_tokenizer, no_model
 from .lora import check_targets, is_adapter, require_whole_model
 from .model_checks import (
@@ -32,7 +33,7 @@ from .model_checks import (
     check_positions,
 )
 from .runs import check_folder, check_length
-from .small_models import check_small_dtype, check_small_targets
+from .small_models import check_small_dtype, check_small_targets, check_small_template
 
 WEIGHTS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
@@ -126,6 +127,7 @@ def _check_engine(config: Config, folder: Path, findings: Findings) -> None:
 def _check_place(config: Config, folder: Path, resume: bool) -> None:
     """Raises ConfigError where the run could not begin, or go on, in its folder."""
     check_folder(config, folder, resume)
+    check_unused(folder)
     checkpoints = list_checkpoints(folder / "checkpoints") if resume else []
     if checkpoints:
         check_length(config, int(checkpoints[-1].name.rpartition("-")[2]))
@@ -137,6 +139,7 @@ def _check_place(config: Config, folder: Path, resume: bool) -> None:
 def check_small_model(config: Config, findings: Findings) -> None:
     """Of the model that is made where `policy.path` names none."""
     findings.attempt(lambda: check_small_dtype(config.policy))
+    findings.attempt(lambda: check_small_template(config.policy))
     findings.attempt(lambda: check_small_targets(config))
 
 

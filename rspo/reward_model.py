@@ -68,7 +68,7 @@ class RewardModel:
         path = Path(path)
         settings = read_settings(path)
         # What is asked of the policy's head and template is not asked of this model.
-        config = replace(config, fused="off", chat="auto")
+        config = replace(config, fused="off", chat="auto", chat_template_kwargs={})
         model = cls(Policy.load(path, config, needs_head=False), settings["head_width"], settings["max_tokens"])
         with reading(str(path / HEAD_FILE)):
             model.head.load_state_dict(load_file(path / HEAD_FILE, device=str(model.policy.device)))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .config import Config, ConfigError, RewardModelConfig
 from .conversations import Reading
+from .folder_lock import FolderLock
 from .lora import require_whole_model
 from .models import Policy
 from .randomness import named_generator, named_seed
@@ -42,7 +43,7 @@ def train_reward_model(
     settings = config.reward_model
     targets = final_rewards(trajectories, settings.target)
     # Adam's steps at these learning rates are smaller than bfloat16 can tell apart.
-    policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto")
+    policy_config = replace(config.policy, dtype="float32", fused="off", chat="auto", chat_template_kwargs={})
     if path is not None:
         require_whole_model(path, "--model")
         policy = Policy.load(path, policy_config, needs_head=False)
@@ -51,14 +52,14 @@ def train_reward_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(named_seed(config.run.seed, "reward model head"))
         model = RewardModel(policy, settings.head_width, settings.max_tokens, settings.micro_batch_tokens)
-    folder.mkdir(parents=True, exist_ok=True)
-    trainer = RewardTrainer(model, trajectories, targets, config, folder, progress)
-    try:
-        measured = trainer.train()
-    finally:
-        trainer.tracker.close()
-    about = {"held_out": measured, "trajectories": len(trajectories), "settings": asdict(settings), "base": path}
-    model.save(folder, about)
+    with FolderLock(folder):
+        trainer = RewardTrainer(model, trajectories, targets, config, folder, progress)
+        try:
+            measured = trainer.train()
+        finally:
+            trainer.tracker.close()
+        about = {"held_out": measured, "trajectories": len(trajectories), "settings": asdict(settings), "base": path}
+        model.save(folder, about)
     return measured
 
 

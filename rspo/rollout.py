@@ -9,6 +9,7 @@ import numpy as np
 
 from .engines import Engine
 from .envs.base import BatchedEnv, Info, PromptContext
+from .envs.returned import reset_checked, step_checked
 from .layouts import Layout
 from .timing import PhaseTimer
 from .trajectory import Trajectory, Turn
@@ -30,7 +31,7 @@ class Episodes:
         self.env = env
         self.layout = layout
         self.history_length = history_length
-        self.observations, self.infos = env.reset(tasks, seeds)
+        self.observations, self.infos = reset_checked(env, tasks, seeds)
         self.histories: list[tuple[tuple[str, str], ...]] = [()] * len(tasks)
         self.said: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(tasks)
         self.running = list(range(len(tasks)))
@@ -61,6 +62,8 @@ class Episodes:
         """Act in each running episode: rewards float32 [episodes], truncated bool [episodes], infos of all episodes.
 
         prompts, responses: the ids that were read and written. Episodes that end leave `running`.
+
+        Raises EnvironmentValueError where the environment returns what the contract does not allow.
         """
         everyone = [""] * len(self.histories)
         for i, prompt, response, action in zip(self.running, prompts, responses, actions, strict=True):
@@ -68,7 +71,8 @@ class Episodes:
             self.said[i] = (prompt, response)
             pair = (self.observations[i], action)
             self.histories[i] = (*self.histories[i], pair)[-self.history_length :] if self.history_length else ()
-        self.observations, rewards, terminated, truncated, self.infos = self.env.step(everyone)
+        result = step_checked(self.env, everyone, self.running)
+        self.observations, rewards, terminated, truncated, self.infos = result
         self.running = [i for i in self.running if not (terminated[i] or truncated[i])]
         self.turn += 1
         return rewards, truncated & ~terminated, self.infos
@@ -138,6 +142,7 @@ def rollout(
                         message=message,
                         response=generation.text,
                         engine_logp=generation.engine_logp,
+                        is_well_formed=bool(well_formed),
                     )
                 )
                 # Plain values: an environment may say them in numpy's types, which JSON does not know.

@@ -24,6 +24,7 @@ from .distributed import ALONE, Ranks, join, launched, placed
 from .engines import Backend, open_backend
 from .envs import BatchedEnv
 from .evaluate import evaluate
+from .folder_lock import one_writer
 from .lora import hide_local_base, is_adapter
 from .model_card import model_card
 from .models import Policy
@@ -145,7 +146,7 @@ class RSPOTrainer:
                 self._trainer, self._start = None, start
             raise
         finally:
-            trainer.books.tracker.close()
+            trainer.close_folder()
         losses = [r["loss"] for r in read_metrics(self.folder)[before:] if r["kind"] == "update"]
         return TrainOutput(trainer.books.step, float(np.mean(losses)) if losses else 0.0, self._last_metrics())
 
@@ -175,11 +176,19 @@ class RSPOTrainer:
         return metrics
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write the policy as it is, with its tokenizer, as a folder that transformers loads."""
+        """Write the policy as it is, with its tokenizer, as a folder that transformers loads.
+
+        Raises FolderInUseError where another process writes into that folder.
+        """
         policy = self._policy()
         weights = policy.gathered_weights()
+
+        def save() -> None:
+            with one_writer(Path(output_dir)):
+                policy.save(Path(output_dir), weights)
+
         with transformers_bars(self.progress):
-            self._ranks.from_main(lambda: policy.save(Path(output_dir), weights))
+            self._ranks.from_main(save)
 
     def create_model_card(self, output_dir: str | os.PathLike[str]) -> None:
         """Write `README.md`, the model card that `push_to_hub` uploads, into a folder. It has no paths of this

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from inspect import Parameter, signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,34 +18,42 @@ import numpy as np
 import torch
 
 from .agent import Agent
-from .checkpoint import Checkpoint, drop_newer_checkpoints, list_checkpoints, load_checkpoint
+from .checkpoint import (
+    Checkpoint,
+    drop_newer_checkpoints,
+    incomplete_checkpoints,
+    list_checkpoints,
+    load_checkpoint,
+    pass_over_incomplete,
+)
 from .config import Config, ConfigError
 from .config_io import CONFIG_FILE, flat_settings, load_config, save_config
 from .distributed import ALONE, Ranks, join, placed
 from .engines import open_backend
-from .envs import BatchedEnv, find_factory, make_env
+from .envs import BatchedEnv, EnvFactory, find_factory, make_env
+from .envs.base import EnvironmentValueError
+from .envs.returned import reset_checked
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
+from .file_names import START, START_MARK
+from .folder_lock import FolderLock
 from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
 from .model_checks import check_device, check_run
 from .models import Policy
 from .observer import Observer
 from .randomness import named_seed
 from .reporters import Reporter, find_reporters
+from .reproducible import reproducible_products
 from .rewards import RewardFunction, training_rewards
 from .sections import EnvConfig
 from .sharding import load_policy
-from .small_models import check_small_dtype, check_small_targets
+from .small_models import check_small_dtype, check_small_targets, check_small_template
 from .start_fingerprint import check_fingerprint, has_fingerprint, store_fingerprint, stored_fingerprint
-from .storage import new_folder, prepare_folder, tidy
+from .storage import new_folder, prepare_folder, tidy, writing
 from .tracking import Onlooker, Tracker
 from .trainer import Trainer
 from .warmup import warm_up
 
-START = "start"
-"""Under which a run's folder keeps the start policy, where `policy.path` does not name it."""
-START_MARK = "made_for_a_run"
-"""A file in that folder, by which it is told from a model that someone else put there."""
 MAY_CHANGE = (
     "run.", "parallel.", "evaluation.", "optimizer.", "critic.learning_rate", "env.workers", "env.worker_timeout",
     "policy.device", "policy.attention", "policy.packing", "policy.fused", "policy.gradient_checkpointing",
@@ -62,11 +70,20 @@ def build_env(config: Config) -> BatchedEnv:
     settings = config.env
     try:
         if settings.workers > 0:
-            return WorkerEnv(settings.name, settings.options, settings.workers, settings.worker_timeout)
-        return make_env(settings.name, **settings.options)
+            return WorkerEnv(settings.name, env_arguments(settings), settings.workers, settings.worker_timeout)
+        return make_env(settings.name, **env_arguments(settings))
     except (ImportError, OSError, TypeError, ValueError) as error:
         about = f"env.name={settings.name!r} with env.options={settings.options}"
         raise ConfigError(f"{about}: {_unknown_options(settings) or error}") from error
+
+
+def env_arguments(settings: EnvConfig, factory: EnvFactory | None = None) -> dict[str, Any]:
+    """What the environment (`factory`, or the one of that name) is made with: `env.options`, and as `prompt_style` what
+    `env.style` asks for, where the environment has that and the options name none. Raises as `find_factory`."""
+    if settings.style == "readable" or "prompt_style" in settings.options:
+        return settings.options
+    has_style = getattr(factory or find_factory(settings.name), "verl_agent", None) is not None
+    return {"prompt_style": settings.style, **settings.options} if has_style else settings.options
 
 
 def _unknown_options(settings: EnvConfig) -> str:
@@ -91,10 +108,24 @@ def check_split(env: BatchedEnv, config: Config) -> None:
         raise ConfigError(f"evaluation.split={config.evaluation.split!r}: {config.env.name} has no tasks of it")
 
 
+def try_reset(env: BatchedEnv, config: Config) -> None:
+    """Begin an episode of a training task, so that an environment which cannot is found out before anything is made.
+
+    Raises ConfigError where there are no tasks, EnvironmentValueError, and what the environment raises.
+    """
+    tasks = env.tasks("train")
+    if not len(tasks):
+        raise ConfigError(f"{config.env.name} has no tasks to train on (split 'train')")
+    reset_checked(env, [tasks[0]], [0])
+
+
 def set_threads(config: Config) -> None:
-    """Give PyTorch the configured number of CPU threads, for the whole process."""
+    """Give PyTorch the configured number of CPU threads and, with one, results that repeat bit for bit; for the whole
+    process, and before it multiplies matrices."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if config.run.threads == 1 and config.run.reproducible:
+        reproducible_products()
 
 
 def start_policy(
@@ -139,6 +170,7 @@ def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
     """The tiny model, warmed up on the environment. Raises ConfigError that `warm_up` raises, and for settings that it
     could not be trained with."""
     check_small_dtype(config.policy)
+    check_small_template(config.policy)
     check_small_targets(config)
     return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
 
@@ -193,21 +225,26 @@ def open_run(
         dense_reward: what `config.rewards.dense` names, where that cannot be imported.
         observer: is told what happens.
 
-    Raises ConfigError where a new run's folder holds one already, where the settings of a resumed run are not those
-    it was started with, or where there are other processes or fewer devices than they ask for; StorageError where the
-    folder cannot be written.
+    The folder is locked until the trainer's records are closed.
+
+    Raises ConfigError where a new run's folder holds one already, another process writes into it (FolderInUseError),
+    where the settings of a resumed run are not those it was started with, or where there are other processes or fewer
+    devices than they ask for; StorageError where the folder cannot be written.
     """
     ranks = join(config)
     as_given, config = config, placed(config, ranks)
-    ranks.from_main(lambda: _take_folder(as_given, folder, resume))
-    set_threads(config)
-    check_device(config.policy)
     with ExitStack() as opened:  # what was opened by the time that something fails is closed
         if ranks.is_main and not folder.exists():
             opened.callback(_remove_empty, folder)
+        lock = opened.enter_context(_lock(as_given, folder, resume, ranks))
+        ranks.from_main(lambda: _take_folder(as_given, folder, resume))
+        set_threads(config)
+        check_device(config.policy)
         if env is None:
             env = opened.enter_context(closing(build_env(config)))
         check_split(env, config)
+        if not resume:
+            try_reset(env, config)
         # What cannot be trained on is found out before the start policy is made.
         estimator = make_estimator(config.estimator_name, config.estimator)
         training_rewards(config, env.has_dense_reward, np.random.default_rng(0), dense_reward)
@@ -235,6 +272,7 @@ def open_run(
         tracker = opened.enter_context(closing(_open_tracker(config, folder, state, progress, reporters, ranks)))
         agent = Agent(trained, config, estimator.needs_critic, ranks=ranks)
         trainer = Trainer(config, folder, env, agent, reference, tracker, observer, dense_reward, backend)
+        trainer.lock = lock
         if checkpoint:
             trainer.load(checkpoint)
         opened.pop_all()
@@ -244,10 +282,10 @@ def open_run(
 @contextmanager
 def startable_again(trainer: Trainer, resume: bool | Path) -> Iterator[None]:
     """Around the training of a run. Where a setting turns out to be impossible (ConfigError) before a new run has
-    trained anything, its folder can take a new run."""
+    trained anything, or an environment's values to be wrong, its folder can take a new run."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, EnvironmentValueError):
         if not resume and nothing_trained(trainer) and trainer.ranks.is_main:
             _forget(trainer.folder)
         raise
@@ -286,6 +324,19 @@ def check_folder(config: Config, folder: Path, resume: bool | Path) -> None:
             f"{folder / START} is where a run keeps the policy that it starts from, and holds something else; choose"
             " another --out (output_dir)"
         )
+
+
+def _lock(config: Config, folder: Path, resume: bool | Path, ranks: Ranks) -> AbstractContextManager[Any]:
+    """The folder's lock, which the main process holds for all."""
+    locks: list[FolderLock] = []
+
+    def make() -> None:
+        check_folder(config, folder, resume)  # nothing is made where the run could not begin
+        with writing(folder):
+            locks.append(FolderLock(folder))
+
+    ranks.from_main(make)
+    return locks[0] if locks else nullcontext()
 
 
 def _take_folder(config: Config, folder: Path, resume: bool | Path) -> None:
@@ -343,7 +394,16 @@ def _checkpoint(
     config: Config, folder: Path, resume: bool | Path, has_critic: bool, start: Policy, ranks: Ranks
 ) -> Checkpoint | None:
     """The checkpoint that a run goes on from; None where it has none yet. start: what adapters stand on."""
-    checkpoints = ranks.from_main(lambda: list_checkpoints(folder / "checkpoints"))
+
+    def whole() -> list[Path]:
+        found = list_checkpoints(folder / "checkpoints")
+        if not found:  # of what is not whole it is said what is missing, rather than begun anew
+            return incomplete_checkpoints(folder / "checkpoints")
+        if resume is True or resume in found:
+            pass_over_incomplete(folder / "checkpoints", rename=True)
+        return found
+
+    checkpoints = ranks.from_main(whole)
     if not isinstance(resume, Path):
         return load_checkpoint(checkpoints[-1], config, has_critic, start, ranks) if checkpoints else None
     if resume not in checkpoints:
@@ -379,14 +439,16 @@ def _start_may_move(config: Config, folder: Path) -> bool:
 def how_to_go_on(folder: Path) -> str:
     """What is safe of a run that has stopped early, and how it goes on."""
     if not (folder / CONFIG_FILE).is_file():
-        return "the run had not begun; start it again"
+        return "start the run again, which had not begun"
     checkpoints = list_checkpoints(folder / "checkpoints")
     where = f"checkpoint {checkpoints[-1].name}" if checkpoints else "its start, as there is no checkpoint yet"
     return f"the run can go on from {where}: rspo train --resume --out {folder}"
 
 
 def latest_checkpoint(folder: Path) -> Path:
-    """The latest checkpoint of a run, a folder that `Policy.load` takes. Raises ConfigError where there is none."""
+    """The latest complete checkpoint of a run, a folder that `Policy.load` takes; warns of others that it passes over.
+    Raises ConfigError where there is none."""
+    pass_over_incomplete(folder / "checkpoints", rename=False)
     checkpoints = list_checkpoints(folder / "checkpoints")
     if not checkpoints:
         raise ConfigError(f"{folder} has no checkpoints yet")

@@ -84,7 +84,13 @@ def small_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(shape, attn_implementation=config.attention)
-    return Policy(model.to(device=config.device, dtype=getattr(torch, config.dtype)), fast, config.packs, config.fused)
+    return Policy(
+        model.to(device=config.device, dtype=getattr(torch, config.dtype)),
+        fast,
+        config.packs,
+        config.fused,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
 
 
 def tiny_policy(vocabulary: Sequence[str], seed: int, config: PolicyConfig, max_length: int = 128) -> Policy:
@@ -98,6 +104,15 @@ def check_small_dtype(config: PolicyConfig) -> None:
         raise ConfigError(
             "policy.dtype must be 'float32' or 'bfloat16' where policy.path is None: the small model's warm-up trains"
             " the weights themselves, got 'float16'"
+        )
+
+
+def check_small_template(config: PolicyConfig) -> None:
+    """Raises ConfigError for keyword arguments of a chat template, which the small model does not have."""
+    if config.chat_template_kwargs:
+        raise ConfigError(
+            f"policy.chat_template_kwargs={config.chat_template_kwargs} needs a chat template, and the small model has"
+            " none; policy.path names another model"
         )
 
 

@@ -125,6 +125,14 @@ def tidy(folder: Path, name: str = "*") -> None:
             partial.unlink(missing_ok=True)
 
 
+def check_folder_place(path: Path) -> None:
+    """Raises ConfigError where a folder cannot be because a file is in its place, or in that of a folder above it."""
+    there = next((place for place in (path, *path.absolute().parents) if place.exists()), path)
+    if there.exists() and not there.is_dir():
+        above = "" if there == path else f", because {there} is a file"
+        raise ConfigError(f"{path} must be a folder, and {'cannot be one' + above if above else 'is a file'}")
+
+
 def prepare_folder(path: Path) -> None:
     """Make a folder where it is missing, and try whether files can be written there. Raises StorageError."""
     with writing(path):

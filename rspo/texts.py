@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .chat_templates import check_template_kwargs
 from .config import ConfigError
+from .control_tokens import ControlTokens
 
 SAID = "(a response)"
 """Stands for a response where a chat template is asked what follows one."""
@@ -19,11 +23,26 @@ class Texts:
     Args:
         tokenizer: any of transformers'. Where it has a chat template, a prompt is one user message.
         chat: a chat template is used where there is one.
+        chat_template_kwargs: what else the template is given.
+
+    Raises ConfigError for keyword arguments that no template reads.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat = chat
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        check_template_kwargs(tokenizer, self.chat_template_kwargs, chat)
+
+    @cached_property
+    def control(self) -> ControlTokens:
+        """What no text of an environment becomes."""
+        return ControlTokens(self.tokenizer)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -35,7 +54,9 @@ class Texts:
         return self.chat and self.tokenizer.chat_template is not None
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user."""
+        """Token ids of prompts, int64 [P] each; with a chat template as the first message of a user. No part of a
+        prompt becomes a special token."""
+        prompts = [self.control.broken_in_message(prompt) for prompt in prompts]
         if not self._has_template:
             return self._ids(prompts, prompts, add_special_tokens=True)
         return self._ids(prompts, [self._chat({"role": "user", "content": prompt}) for prompt in prompts])
@@ -46,6 +67,7 @@ class Texts:
 
         Raises ConfigError where what follows a response cannot be told from the template.
         """
+        replies = [self.control.broken_in_message(reply) for reply in replies]
         if not self._has_template:
             return self._ids(replies, replies)
         texts = []
@@ -86,7 +108,9 @@ class Texts:
         return encoded["input_ids"]
 
     def _chat(self, *messages: dict[str, str]) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
+        )
 
     def decode(self, responses: Sequence[np.ndarray]) -> list[str]:
         """Texts of responses, without special tokens."""

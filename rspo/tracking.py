@@ -11,10 +11,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from .file_names import METRICS_FILE
 from .reporters import Record, Reporter
 from .storage import writing
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Tracker:

@@ -7,8 +7,9 @@ and eq. 1, `bookkeeping` what is reported, `rspo_kernels` the loss.
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 from .agent import Agent
 from .batch import Batch
@@ -76,6 +77,8 @@ class Trainer:
         self.books = Bookkeeper(config, env, tracker, self.timer, self.ranks, backend)
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
+        self.lock: AbstractContextManager[Any] = nullcontext()
+        """Lets go of the folder when it is left; `runs.open_run` takes it."""
         self.swaps = config.method == "rspo"
         self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
@@ -120,10 +123,11 @@ class Trainer:
         """Lines 6 to 11: agent B learns from dense rewards, then fills the buffer."""
         swap = self.config.swap
         tasks = self.config.on_policy_tasks(self.alpha)
-        for _ in range(swap.k):  # 6
+        for done in range(swap.k):  # 6
             trajectories = self._rollout(agent_b, tasks)  # 7: sample (1 - α)·B tasks, generate with π_dense
             relabel(trajectories, self.reward_b)  # 8: compute dense rewards
             self.estimator(trajectories)
+            agent_b.set_learning_rates(self.config.learning_rate_factor(self.books.step + done))
             stats = self._update(agent_b, trajectories)  # 9: update π_dense
             self.books.record("dense", trajectories, stats)
 
@@ -141,6 +145,7 @@ class Trainer:
         relabel(on_policy, self.reward_a)
         self.estimator(on_policy)
         replayed = self.buffer.sample(self.config.replay_size(alpha))  # 15: D_off
+        self.agent.set_learning_rates(self.config.learning_rate_factor(self.books.step))
         stats = self._update(self.agent, [*on_policy, *replayed], alpha)  # 16-17: D_mix, eq. 1
 
         stats |= {"alpha": alpha, "replay/trajectories": len(replayed)}
@@ -201,7 +206,6 @@ class Trainer:
         with self.timer("logprobs"):
             batch = prepare(agent, batch, trajectories, self.config, self.reference)
         batch = self.estimator.at_update(batch)
-        agent.set_learning_rates(self.config.learning_rate_factor(self.books.step))
         stats = update(agent, batch, trajectories, self.config, alpha, self.random.minibatches, self.timer)
         return stats | zero_advantages(batch) | agent.learning_rates
 
@@ -230,6 +234,11 @@ class Trainer:
     def close(self) -> None:
         """Close the records, the environment and what generates."""
         with closing(self.backend), closing(self.env):
+            self.close_folder()
+
+    def close_folder(self) -> None:
+        """Close the records, and let others write into the folder."""
+        with self.lock:
             self.books.tracker.close()
 
     def load(self, checkpoint: Checkpoint) -> None:

@@ -31,6 +31,7 @@ class Turn:
     response: the response's text, without special tokens.
     engine_logp: float32 [T], log-probs of the response as an engine that is not the training model said them; None
         where there is no such engine, or it does not know.
+    is_well_formed: the response had the form that the environment asks for; files of earlier versions do not say.
     """
 
     prompt_ids: np.ndarray
@@ -44,6 +45,7 @@ class Turn:
     message: str | None = None
     response: str | None = None
     engine_logp: np.ndarray | None = None
+    is_well_formed: bool = True
 
 
 @dataclass(slots=True)

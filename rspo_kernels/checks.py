@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
+from .choices import one_of as one_of
+
 
 def plain_tensor(name: str, x: Any) -> None:
     """A tensor whose numbers the kernels can read: not spread over a mesh, without a forward-mode tangent."""
@@ -73,12 +75,6 @@ def finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
-
-
-def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    """One of the listed values."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def as_mask(name: str, mask: Tensor, shape: torch.Size | tuple[int, ...], device: torch.device, like: str) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import one_of
+from .choices import one_of
 
 CLIPPED_LOSSES = ("grpo", "ppo", "dapo", "dr_grpo", "gspo")
 LOSSES = (*CLIPPED_LOSSES, "cispo", "sapo")

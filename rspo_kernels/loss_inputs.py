@@ -140,29 +140,33 @@ class LossInputs:
         """The fields of the config that the operators take."""
         return config_arguments(self.config)
 
-    def denominator(self, normalizer: Tensor | float | None) -> Tensor | float:
+    def denominator(self, normalizer: Tensor | float | None, num_tokens: Tensor | None = None) -> Tensor | float:
         """What all losses divide by: the normalizer, or the default, and 1 where no token is left to divide.
+
+        num_tokens: the number of unmasked tokens, if it has been counted.
 
         A tensor that is not > 0 and finite is a ValueError on the CPU. Elsewhere, and under torch.compile, looking at
         it would cost a synchronisation: there it makes the loss NaN if any token is unmasked.
         """
         if normalizer is None:
-            return (self.kept.sum() if self.count is None else self.count).clamp(min=1)
+            if self.count is not None:
+                return self.count.clamp(min=1)
+            return (self.kept.sum() if num_tokens is None else num_tokens).clamp(min=1)
         if not isinstance(normalizer, Tensor):
             return checks.positive("normalizer", normalizer)
         checks.plain_tensor("normalizer", normalizer)
-        if normalizer.dim() != 0 or normalizer.is_complex() or normalizer.dtype == torch.bool:
-            raise ValueError(
-                f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)} of {normalizer.dtype}"
-            )
+        if normalizer.dim() != 0:
+            raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
+        if normalizer.is_complex() or normalizer.dtype == torch.bool:
+            raise TypeError(f"normalizer must be a real number, got {normalizer.dtype}")
         if normalizer.device.type != "cpu":
             checks.same_device("normalizer", normalizer, self.kept.device, "the tokens")
         normalizer = normalizer.detach().to(self.kept.dtype)
-        empty = ~self.kept.any()
+        empty = ~self.kept.any() if num_tokens is None else num_tokens == 0
         valid = (normalizer > 0) & (normalizer < torch.inf)
-        looks = type(normalizer) is Tensor and normalizer.device.type == "cpu" and not torch.compiler.is_compiling()
         # With nothing left to divide a count of 0 is what an honest caller has.
-        if looks and not valid and not (normalizer == 0 and empty):
+        seen = type(normalizer) is Tensor and normalizer.device.type == "cpu" and not torch.compiler.is_compiling()
+        if seen and not valid and not (normalizer == 0 and empty):
             raise ValueError(
                 f"normalizer must be finite and > 0 (or 0 where all tokens are masked), got {float(normalizer)}"
             )

@@ -99,7 +99,7 @@ def policy_loss(
     loss_sum, _, _, stats = ops.policy_loss(flat, *inputs.operands(), entropy, **inputs.settings(), backend=backend)
     lead_to(loss_sum, flat, entropy)
     named = dict(zip(STATS, stats.unbind(), strict=True))
-    return loss_sum / inputs.denominator(normalizer), named
+    return loss_sum / inputs.denominator(normalizer, named["num_tokens"]), named
 
 
 def logits_policy_loss(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tarfile
 from functools import lru_cache
 from importlib.util import find_spec
@@ -17,6 +19,13 @@ from rspo.envs.alfworld.games import TASK_TYPES, AlfworldTask
 needs_alfworld = pytest.mark.skipif(
     find_spec("alfworld") is None or find_spec("textworld") is None, reason="needs pip install 'rspo[alfworld]'"
 )
+OLD_GRAMMAR = (
+    ("You move the {o.name} to the {r.name}.", "You put the {o.name} in/on the {r.name}."),
+    ('"move {o} to {r}"', '"put {o} in/on {r}"'),
+    ("You arrive at {r.name}.", "You arrive at {lend.name}."),
+    ("move (object) to (receptacle): ", "put (object) in/on (receptacle): "),
+)
+"""What games said before alfworld 0.4 in place of what they say since."""
 SEED = 7
 COUNT = 14
 
@@ -38,6 +47,20 @@ def unpacked_games(base: Path, archive: Path) -> Path:
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     return folder
+
+
+@lru_cache(maxsize=2)
+def in_old_grammar(folder: Path) -> Path:
+    """The same games as alfworld gave them out before 0.4, in a folder beside."""
+    old = folder.with_name(f"{folder.name}_old_grammar")
+    shutil.copytree(folder, old)
+    for path in old.rglob("game.tw-pddl"):
+        game = json.loads(path.read_text(encoding="utf-8"))
+        for new_text, old_text in OLD_GRAMMAR:
+            assert new_text in game["grammar"]
+            game["grammar"] = game["grammar"].replace(new_text, old_text)
+        path.write_text(json.dumps(game), encoding="utf-8")
+    return old
 
 
 def official_games(base: Path) -> Path:

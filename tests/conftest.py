@@ -19,6 +19,11 @@ else:
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rspo.reproducible import reproducible_products
+
+# As a run on one thread does, before anything multiplies matrices: tests compare runs bit for bit.
+reproducible_products()
+
 settings.register_profile(
     "default",
     deadline=None,

@@ -7,7 +7,7 @@ import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -89,9 +89,21 @@ def trained(
     return stats, {name: gradient.clone() for name, gradient in gradients.items()}
 
 
+class Loss(NamedTuple):
+    """A loss and what it would be if all advantages had one sign, so that its terms did not cancel: the errors of its
+    terms follow the latter."""
+
+    value: float
+    size: float
+
+    def assert_close(self, actual: float, rtol: float = 1e-5) -> None:
+        """rtol: of the size; float32 holds the log-probs of these models to 1e-6."""
+        assert abs(actual - self.value) <= rtol * self.size, (actual, self)
+
+
 def plain(
     policy: Policy, config: Config, batch: Batch, dtype: torch.dtype = torch.float64
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[Loss, dict[str, Tensor]]:
     """Loss and gradients by the transformers model's own forward pass over one row at a time, in a dtype; the loss of
     its logits is the reference's in float64."""
     model = copy.deepcopy(policy.model).to(dtype)
@@ -101,12 +113,12 @@ def plain(
         logits.append(model(input_ids=ids, use_cache=False).logits[0, batch.token_column[batch.token_row == row]])
     logp, entropy = reference.token_logprobs(torch.cat(logits).double(), batch.targets, temperature=TEMPERATURE)
     mixture = Mixture.of(batch, config.loss, ALPHA, pooled=False)
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, size = torch.zeros((), dtype=torch.float64), 0.0
     for mask, divisor in ((~batch.is_replay, mixture.on_policy), (batch.is_replay, mixture.replay)):
-        part, _ = reference.policy_loss(
+        of = functools.partial(
+            reference.policy_loss,
             logp,
-            batch.advantages.double(),
-            config.loss,
+            config=config.loss,
             mask=mask,
             normalizer=divisor,
             sequence_ids=batch.token_row,
@@ -116,10 +128,11 @@ def plain(
             ref_logp=None if batch.ref_logp is None else batch.ref_logp.double(),
             entropy=entropy,
         )
-        loss = loss + part
+        loss = loss + of(advantages=batch.advantages.double())[0]
+        size += abs(of(advantages=batch.advantages.double().abs())[0].item())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return loss.item(), gradients
+    return Loss(loss.item(), size), gradients
 
 
 def assert_gradients_close(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-4) -> None:

@@ -28,6 +28,14 @@ MODEL = "tiny"
 KEY = "a key"
 
 
+class QuietServer(ThreadingHTTPServer):
+    """Says nothing on standard error, which is the test's, of clients that went away before they had an answer."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class StandIn:
     """An HTTP server in a thread that answers as `speaks` does, from the policy that it holds.
 
@@ -52,7 +60,7 @@ class StandIn:
         self.most_at_once = 0
         self._now = 0
         self._lock = threading.Lock()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._http = QuietServer(("127.0.0.1", 0), self._handler())
         self._http.daemon_threads = True
         threading.Thread(target=self._http.serve_forever, args=(0.01,), daemon=True).start()
 

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import pickle
+import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from alfworld_games import generated_games, needs_alfworld, official_games, one_of_each_type, play
+from alfworld_games import generated_games, in_old_grammar, needs_alfworld, official_games, one_of_each_type, play
 
 from rspo.envs import PromptContext, make_env
 from rspo.envs.alfworld import AlfworldEnv
@@ -37,6 +39,17 @@ def games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return official_games(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def old_games(games: Path) -> Path:
+    return in_old_grammar(games)
+
+
+@pytest.fixture(params=["move to", "put in/on"])
+def either(request: pytest.FixtureRequest, games: Path) -> Path:
+    """Games of each grammar."""
+    return in_old_grammar(games) if request.param == "put in/on" else games
 
 
 def choose(env: Any, observations: list[str], infos: list[dict[str, Any]], turn: int) -> list[str]:
@@ -119,8 +132,8 @@ def test_an_episode_does_not_depend_on_the_batch(games: Path) -> None:
 # Expert and dense reward
 
 
-def test_the_expert_wins_every_type_and_the_dense_reward_adds_up(games: Path) -> None:
-    env = AlfworldEnv(games, max_turns=60, outcome_scale=7.0)
+def test_the_expert_wins_every_type_and_the_dense_reward_adds_up(either: Path) -> None:
+    env = AlfworldEnv(either, max_turns=60, outcome_scale=7.0)
     tasks = one_of_each_type(env.tasks())
     for rows in play(env, tasks, [5] * 6, expert, 60):
         steps = rows[1:]
@@ -135,24 +148,26 @@ def test_the_expert_wins_every_type_and_the_dense_reward_adds_up(games: Path) ->
         assert sum(value > 0 for value in dense) >= 2, "it comes in parts"
 
 
-def test_the_dense_reward_cannot_be_earned_twice(games: Path) -> None:
-    env = AlfworldEnv(games)
+def test_the_dense_reward_cannot_be_earned_twice(either: Path) -> None:
+    env = AlfworldEnv(either)
     task = next(task for task in env.tasks() if task.task_type == "pick_and_place_simple")
     env.reset([task], [0])
     while not (action := env.expert_actions()[0]).startswith("take"):
         env.step([action])
-    assert env.step([action])[4][0]["dense_reward"] == 0.5
+    info = env.step([action])[4][0]
+    assert info["dense_reward"] == 0.5
     _, thing, place = action.replace("take ", "|").replace(" from ", "|").split("|")
     for _ in range(2):
-        for again in (f"move {thing} to {place}", action):
+        for verb in (("move ", "put "), ("take ",)):
+            (again,) = [a for a in info["admissible_actions"] if a.startswith(verb) and thing in a and place in a]
             info = env.step([again])[4][0]
             assert info["is_action_valid"]
             assert info["dense_reward"] == 0.0
 
 
-def test_the_expert_acts_from_any_state(games: Path) -> None:
+def test_the_expert_acts_from_any_state(either: Path) -> None:
     """After turns at random, with things in hand that are not wanted."""
-    env = AlfworldEnv(games, max_turns=100)
+    env = AlfworldEnv(either, max_turns=100)
     tasks = one_of_each_type(env.tasks())
 
     def astray(env: AlfworldEnv, observations: list[str], infos: list[dict[str, Any]], turn: int) -> list[str]:
@@ -180,6 +195,31 @@ def test_the_expert_wins_official_games(official: Path) -> None:
         env.tasks("eval_out_of_distribution")
 
 
+def test_the_expert_does_the_same_in_either_grammar(games: Path) -> None:
+    """Command for command, so that it wins official games as often in the old one as in the new one."""
+    done: list[list[list[str]]] = []
+    for folder in (games, in_old_grammar(games)):
+        env = AlfworldEnv(folder)
+        env.reset(one_of_each_type(env.tasks()), [3] * 6)
+        done.append([])
+        for _ in range(50):
+            actions = env.expert_actions()
+            done[-1].append(actions)
+            env.step(actions)
+    new, old = (np.array(actions).T for actions in done)
+    assert [re.sub("put (.+) in/on", r"move \1 to", action) for action in old.flat] == new.flatten().tolist()
+    assert any(action.startswith("put ") for action in old.flat)
+
+
+def test_the_expert_wins_official_games_of_the_old_grammar(official: Path, tmp_path: Path) -> None:
+    tasks = one_of_each_type(AlfworldEnv(official).tasks("eval"), skip=1)
+    for task in tasks:
+        shutil.copytree(official / task.game, tmp_path / "games" / task.game)
+    env = AlfworldEnv(in_old_grammar(tmp_path / "games"))
+    shown = play(env, tasks, [0] * 6, expert, 50)
+    assert [rows[-1][-1]["won"] for rows in shown] == [True] * 6
+
+
 # Prompts
 
 
@@ -197,7 +237,7 @@ def test_chat_prompts(games: Path) -> None:
     assert env.project(env.render_action(action)) == (action, True)
 
 
-@pytest.mark.parametrize("source", ["games", "official"])
+@pytest.mark.parametrize("source", ["games", "old_games", "official"])
 def test_compact_prompts_are_short_and_hold_known_words_only(source: str, request: pytest.FixtureRequest) -> None:
     env = AlfworldEnv(request.getfixturevalue(source), prompt_style="compact", max_turns=25)
     known, lengths = set(env.vocabulary()), []
@@ -411,7 +451,7 @@ def test_nothing_is_imported_before_it_is_needed_or_written_where_it_should_not(
     )
     environment = {key: value for key, value in os.environ.items() if key != "ALFWORLD_DATA"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, "-c", program], env=environment, timeout=600, check=True, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -423,6 +463,6 @@ def test_a_missing_package_is_named_with_what_installs_it(games: Path, missing: 
         f"try:\n    make_env('alfworld', data={str(games)!r})\nexcept ImportError as error:\n    print(error)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=600, capture_output=True, text=True)
     assert missing in done.stdout
     assert "pip install 'rspo[alfworld]'" in done.stdout

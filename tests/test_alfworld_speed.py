@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from alfworld_games import generated_games, needs_alfworld, official_games, one_of_each_type
+from alfworld_games import generated_games, in_old_grammar, needs_alfworld, official_games, one_of_each_type
 
 from rspo.envs.alfworld import AlfworldEnv
 from rspo.envs.alfworld.direct_way import direct_command
@@ -59,6 +59,12 @@ def test_generated_games_are_shown_as_by_textworld(kind: str, tmp_path_factory: 
     (task,) = AlfworldEnv(root, task_types=[kind]).tasks()[:1]
     wandering = 15 if kind == "look_at_obj_in_light" else 0
     assert compare(root / task.game / "game.tw-pddl", wandering) > wandering
+
+
+def test_games_of_the_old_grammar_are_shown_as_by_textworld(tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = in_old_grammar(generated_games(tmp_path_factory.getbasetemp()))
+    (task,) = AlfworldEnv(root, task_types=["pick_and_place_simple"]).tasks()[:1]
+    assert compare(root / task.game / "game.tw-pddl", wandering=5) > 5
 
 
 def test_an_environment_shows_the_same_with_and_without_the_layer(tmp_path_factory: pytest.TempPathFactory) -> None:

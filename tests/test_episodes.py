@@ -278,3 +278,40 @@ def test_a_start_policy_needs_an_expert() -> None:
     config = small_config("warmup.trajectories=2")
     with pytest.raises(ConfigError, match=r"FragileEnv has no scripted expert; .* set policy\.path"):
         fresh_policy(FragileEnv(max_turns=3), config)
+
+
+class Brittle(Episode):
+    """Breaks in two places."""
+
+    task, observation = "hold", "it holds"
+
+    def act(self, action: str) -> bool:
+        if action == "drop":
+            raise ZeroDivisionError(f"{id(self)} is broken")
+        if action == "throw":
+            raise ZeroDivisionError("gone")
+        return True
+
+
+class BrittleEnv(EpisodeEnv):
+    def __init__(self) -> None:
+        super().__init__(max_turns=9)
+
+    def tasks(self, split: str = "train") -> list[int]:
+        return [0]
+
+    def start(self, task: int, seed: int) -> Brittle:
+        return Brittle()
+
+
+def test_lost_episodes_have_one_traceback_for_each_kind_and_then_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    env = BrittleEnv()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            env.reset([0] * 4, range(4))
+            env.step(["drop", "drop", "throw", "hold"])
+    assert len(caplog.messages) == 9
+    assert ["Traceback" in message for message in caplog.messages] == [True, False, True] + [False] * 6
+    counts = [int(message.split("number ")[1].split()[0]) for message in caplog.messages if "number " in message]
+    assert counts == [2, 3, 4, 2, 5, 6, 3]
+    assert all("is lost: 'drop' raised ZeroDivisionError" in message for message in caplog.messages[::3])

@@ -166,7 +166,7 @@ def test_fused_loss_and_gradients_in_float32(few_rows: tuple[Policy, Config, lis
     policy, config, made, batch = few_rows
     stats, gradients = trained(policy, config, batch, made)
     loss, expected = plain(policy, config, batch)
-    assert stats["loss"] == pytest.approx(loss, rel=1e-4)
+    loss.assert_close(stats["loss"])
     assert_gradients_close(gradients, expected, rtol=1e-3)
 
 
@@ -184,7 +184,7 @@ def test_fused_loss_and_gradients_in_bfloat16(few_rows: tuple[Policy, Config, li
         return math.sqrt(squares / sum(float(g.square().sum()) for g in exact.values()))
 
     assert error(ours) <= 2 * error(rounded)
-    assert abs(stats["loss"] - exact_loss) <= 2 * abs(loss - exact_loss) + 0.01 * abs(exact_loss)
+    exact_loss.assert_close(stats["loss"], rtol=2 * abs(loss.value - exact_loss.value) / exact_loss.size + 0.01)
 
 
 def test_episodes_by_transformers_serve(smollm2: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rspo.config import Config, ConfigError, default_config, paper_config
 from rspo.config_io import apply_flags, load_config, preset, save_config
-from rspo.runs import build_env
+from rspo.runs import build_env, env_arguments
 
 
 def test_paper_preset_has_the_papers_settings() -> None:
@@ -20,6 +20,32 @@ def test_paper_preset_has_the_papers_settings() -> None:
     assert (config.rollout.temperature, config.evaluation.temperatures) == (1.0, (0.4,))
     assert (config.estimator.invalid_penalty, config.loss.dual_clip, config.loss.dual_clip_replay) == (0.1, 3.0, False)
     assert (config.policy.chat, config.policy.gradient_checkpointing, config.policy.fused) == ("on", True, "auto")
+
+
+def test_the_paper_preset_takes_verl_agents_style_where_there_is_one() -> None:
+    config = paper_config()
+    assert (config.env.style, config.estimator.invalid_penalty_on) == ("verl-agent", "format")
+    assert (default_config().env.style, default_config().estimator.invalid_penalty_on) == ("readable", "refused")
+    for name in ("alfworld", "webshop", "rspo.envs.webshop:WebshopEnv"):
+        settings = apply_flags(config, [f"env.name={name}", "env.options={max_turns: 9}"]).env
+        assert env_arguments(settings) == {"prompt_style": "verl-agent", "max_turns": 9}
+        said = apply_flags(config, [f"env.name={name}", "env.options={prompt_style: chat}"]).env
+        assert env_arguments(said) == {"prompt_style": "chat"}, "what options say is what is taken"
+        assert env_arguments(apply_flags(default_config(), [f"env.name={name}"]).env) == {}
+    assert env_arguments(config.env) == {}, "household has no such style"
+    assert build_env(config).prompt_style == "compact"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_environment_is_made_in_the_configured_style(workers: int) -> None:
+    pytest.importorskip("bm25s", reason="needs rspo[webshop]")
+    flags = ["env.name=webshop", "env.options={data: own, nouns: simple}", f"env.workers={workers}"]
+    env = build_env(apply_flags(paper_config(), flags))
+    try:
+        assert env.reset([0], [0])[0] == ["'Search'"]
+        assert env.project("<think>so</think><action>Search[kite]</action>") == ("search[kite]", True)
+    finally:
+        env.close()
 
 
 def test_default_preset_bounds_the_clip_center() -> None:
@@ -92,6 +118,11 @@ def test_a_flag_for_one_option_leaves_the_others() -> None:
         ("policy.fused=maybe", r"policy\.fused must be one of 'auto', 'on', 'off', got 'maybe'"),
         ("policy.device=gpu", r"policy\.device must be 'cpu', 'cuda', 'cuda:N' .*, got 'gpu'"),
         ("policy.device=cuda:first", r"policy\.device must be 'cpu', 'cuda', 'cuda:N' .*, got 'cuda:first'"),
+        ("env.style=verl", r"env\.style must be one of 'readable', 'verl-agent', got 'verl'"),
+        (
+            "estimator.invalid_penalty_on=inadmissible",
+            r"invalid_penalty_on must be one of 'format', 'refused', got 'ina",
+        ),
         ("policy.chat=template", r"policy\.chat must be one of 'auto', 'on', 'off', got 'template'"),
         ("alpha", r"--set takes section\.field=value"),
     ],

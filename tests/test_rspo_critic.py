@@ -130,6 +130,21 @@ def test_an_invalid_turn_pays_in_its_own_reward() -> None:
     assert estimator.turn_rewards(Batch.from_trajectories(made)).tolist() == [0.0, -0.25, 10.0]
 
 
+@pytest.mark.parametrize(("on", "paying"), [("refused", [1, 2]), ("format", [2])])
+def test_who_pays_is_a_setting(on: str, paying: list[int]) -> None:
+    """Turn 1 was well formed and refused, turn 2 badly formed; under any level of GAE."""
+    made = [make_trajectory(0, 0, turns=4, reward=10.0, invalid=[1, 2])]
+    made[0].turns[2].is_well_formed = False
+    batch = Batch.from_trajectories(made)
+    batch = replace(batch, values=torch.zeros(batch.num_tokens), bootstrap=torch.zeros(batch.num_tokens))
+    for level in ("trajectory", "turn", "token"):
+        settings = EstimatorConfig(level=level, lam=0.0, gamma=0.0, whiten=False, invalid_penalty_on=on)
+        free = make_estimator("ppo", settings).at_update(batch).advantages
+        paid = make_estimator("ppo", replace(settings, invalid_penalty=0.25)).at_update(batch).advantages
+        ends = torch.cumsum(batch.turn_lengths, 0) - 1
+        assert ((free - paid)[ends] != 0).nonzero().flatten().tolist() == paying, level
+
+
 def test_whitening_is_over_the_mixed_batch() -> None:
     config = ppo_config()
     batch = prepared(agent_of(config), config)

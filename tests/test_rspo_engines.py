@@ -423,10 +423,10 @@ def test_slow_servers(serve: Callable[..., StandIn]) -> None:
     policy = small_policy()
     server = serve(policy)
     server.answers.clear()
-    config = engine_config(server.url, "engine.timeout=0.2")
+    config = engine_config(server.url, "engine.timeout=2.0")
     with (
         open_backend(config).engine(policy, config.rollout, torch.Generator()) as engine,
-        pytest.raises(EngineError, match=r"has not answered in engine.timeout=0.2 s"),
+        pytest.raises(EngineError, match=r"has not answered in engine.timeout=2 s"),
     ):
         engine.generate(prompts_of(policy, 1))
 

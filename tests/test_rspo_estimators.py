@@ -65,6 +65,20 @@ def test_invalid_action_penalty_stays_with_its_turn() -> None:
     assert failure == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo"])
+@pytest.mark.parametrize(("on", "paying"), [("refused", [3, 5]), ("format", [5])])
+def test_who_pays_the_penalty_is_a_setting(name: str, on: str, paying: list[int]) -> None:
+    """Turn 3 was well formed and refused by the environment, turn 5 badly formed."""
+    trajectories = short_success_and_long_failure()
+    trajectories[1].turns[3].is_action_valid = False
+    trajectories[1].turns[5].is_action_valid = trajectories[1].turns[5].is_well_formed = False
+    _, free = advantages(trajectories, name, invalid_penalty_on=on, step_weight=0.0)
+    _, paid = advantages(trajectories, name, invalid_penalty_on=on, step_weight=0.0, invalid_penalty=0.1)
+    assert (free - paid).nonzero()[0].tolist() == paying
+    rounding = 10 * float(np.finfo(np.float32).eps)  # advantages are of the size of the reward, 10
+    assert (free - paid)[paying] == pytest.approx(0.1, abs=rounding)
+
+
 def test_one_invalid_row_among_successes() -> None:
     """80 rows of success, one invalid: a penalty over rows becomes -8.8 deviations, over trajectories it stays 0.1."""
     group = [make_trajectory(0, i, turns=10, reward=10) for i in range(8)]

@@ -34,7 +34,7 @@ def test_loss_and_gradients_are_those_of_the_plain_forward(name: str, layout: st
     assert len(batch.micro_batches(40, packs)) > 2
     stats, gradients = trained(policy, config, batch, made)
     loss, expected = plain(policy, config, batch)
-    assert stats["loss"] == pytest.approx(loss, rel=1e-4)
+    loss.assert_close(stats["loss"])
     assert_gradients_close(gradients, expected)
 
 
@@ -56,7 +56,7 @@ def test_every_loss_comes_from_hidden_states(flags: tuple[str, ...]) -> None:
     batch = prepared(policy, config, made)
     stats, gradients = trained(policy, config, batch, made)
     loss, expected = plain(policy, config, batch)
-    assert stats["loss"] == pytest.approx(loss, rel=1e-4)
+    loss.assert_close(stats["loss"])
     assert_gradients_close(gradients, expected)
 
     by_logits = Policy(policy.model, policy.tokenizer, fused="off")
@@ -64,7 +64,8 @@ def test_every_loss_comes_from_hidden_states(flags: tuple[str, ...]) -> None:
     other, others = trained(by_logits, config, batch, made)
     assert stats.keys() == other.keys()
     for statistic, value in other.items():
-        assert stats[statistic] == pytest.approx(value, rel=1e-3, abs=1e-6), statistic
+        # Means of terms of the order of 1, which may cancel, and of float32.
+        assert stats[statistic] == pytest.approx(value, rel=1e-3, abs=1e-5), statistic
     assert_gradients_close(gradients, others)
     assert stats["entropy"] > 0
 

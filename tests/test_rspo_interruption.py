@@ -93,7 +93,7 @@ def forks(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[For
     yield forks
     assert forks.process.stdin is not None
     forks.process.stdin.close()
-    forks.process.wait(timeout=30)
+    forks.process.wait(timeout=600)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_kill_at_any_write_of_a_checkpoint_leaves_complete_ones(
 def test_only_whole_checkpoints_are_left_when_old_ones_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(1, 6):
         (tmp_path / f"step-{step:06d}").mkdir()
-        (tmp_path / f"step-{step:06d}" / "state.json").touch()
+        (tmp_path / f"step-{step:06d}" / "state.json").write_text("{}")
     (tmp_path / "failed").mkdir()
     prune_checkpoints(tmp_path, 3)
     assert [path.name[-1] for path in list_checkpoints(tmp_path)] == ["3", "4", "5"]
@@ -371,8 +371,8 @@ def test_an_unwritable_folder_is_a_clear_error(start: Path, tmp_path: Path, caps
     (tmp_path / "run" / "checkpoints").touch()
     sets = [part for flag in [*PARITY, "rollout.tasks=2", "evaluation.episodes=2"] for part in ("--set", flag)]
     for folder, reason in (
-        (tmp_path / "file", f"{tmp_path / 'file'} could not be written: File exists"),
-        (tmp_path / "file" / "run", f"{tmp_path / 'file' / 'run'} could not be written: Not a directory"),
+        (tmp_path / "file", f"{tmp_path / 'file'} must be a folder, and is a file"),
+        (tmp_path / "file" / "run", f"cannot be one, because {tmp_path / 'file'} is a file"),
         (Path("/proc/run"), "/proc/run could not be written: "),
         (tmp_path / "run", f"{tmp_path / 'run' / 'checkpoints'}"),
     ):
@@ -419,10 +419,11 @@ def test_what_is_not_finite_stops_the_run_and_is_named(parameter: str, said: str
     assert read_metrics(tmp_path, "update") == []
 
 
-def test_a_failure_on_a_full_disk_says_both(start: Path, tmp_path: Path) -> None:
+def test_a_failure_on_a_full_disk_says_both(start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rspo.rewards.outcome_reward", lambda trajectory: [np.inf] * len(trajectory))
     config = small_config(*PARITY, method="grpo")
     agent = Agent(Policy.load(start, config.policy), config)
-    trainer = Trainer(config, tmp_path, ParityEnv(reward=np.inf), agent, None, Tracker(tmp_path, 4, progress=False))
+    trainer = Trainer(config, tmp_path, ParityEnv(), agent, None, Tracker(tmp_path, 4, progress=False))
     (tmp_path / "checkpoints").touch()
     with pytest.raises(NonFiniteError, match=r"reward inf at turn .*; in addition, .*failed could not be written: "):
         trainer.train()

@@ -140,6 +140,7 @@ def test_learning_rate_schedules() -> None:
     cosine = apply_flags(Config(), ["run.steps=10", "optimizer.schedule=cosine"])
     assert cosine.learning_rate_factor(5) == pytest.approx(0.5)
     assert Config().learning_rate_factor(53) == 1.0
+    assert config.learning_rate_factor(11) == factors[-1], "of agent B, whose loop is longer than what is left"
 
 
 def test_a_schedule_sets_the_optimisers_rates() -> None:
@@ -151,6 +152,18 @@ def test_a_schedule_sets_the_optimisers_rates() -> None:
     twin = agent.branch()
     twin.set_learning_rates()
     assert twin.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+
+
+def test_agent_b_moves_along_its_own_copy_of_the_schedule(start: Path, tmp_path: Path) -> None:
+    flags = [*SMALL, *GROUPED, "run.steps=3", "optimizer.warmup_updates=1", "optimizer.schedule=linear"]
+    sets = [part for flag in flags for part in ("--set", flag)]
+    command = ["train", "--method", "rspo", "--env", "household", "--policy", str(start), "--quiet"]
+    assert main([*command, "--out", str(tmp_path / "run"), *sets]) == 0
+    of_a, of_b = (
+        [record["learning_rate"] for record in read_metrics(tmp_path / "run", kind)] for kind in ("update", "dense")
+    )
+    assert of_a == pytest.approx([0.5e-3, 1e-3, 0.5e-3])
+    assert of_b == [of_a[0], of_a[1], of_a[2], of_a[2]], "the run ends within the last loop"
 
 
 def test_epochs_pass_over_the_data_again_against_the_same_old_policy() -> None:

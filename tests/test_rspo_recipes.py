@@ -44,7 +44,7 @@ def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
     settings = flat_settings(paper_config("rspo", base) if swaps else paper_config(base))
     settings |= {
         "env.name": env,
-        "env.options": {"prompt_style": "chat", "max_turns": 50 if alfworld else 15},
+        "env.options": {"prompt_style": "verl-agent", "max_turns": 50 if alfworld else 15},
         "policy.path": f"Qwen/Qwen2.5-{size.upper()}-Instruct",
         "policy.dtype": "bfloat16",
         "policy.attention": "flash_attention_2",
@@ -58,6 +58,7 @@ def expected(env: str, size: str, base: str, swaps: bool) -> dict[str, Any]:
         "parallel.shard": "fsdp",
         "estimator.std": base != "gigpo" or alfworld,
         "estimator.invalid_penalty": 0.1,
+        "estimator.invalid_penalty_on": "format",
         "optimizer.learning_rate": 1e-6,
         "optimizer.weight_decay": 0.01,
         "optimizer.minibatch_rows": 256 if alfworld else 64,

@@ -17,6 +17,7 @@ from rspo import RSPOTrainer, demo
 from rspo.agent import Agent
 from rspo.batch import Batch
 from rspo.cli import main
+from rspo.collect import collect
 from rspo.config import Config, ConfigError
 from rspo.config_io import apply_flags, load_config, save_config
 from rspo.engines import TransformersBackend
@@ -540,11 +541,14 @@ def test_replay_enters_the_update_with_its_share(start: Path, tmp_path: Path) ->
     trainer.close()
 
 
-def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(start: Path, tmp_path: Path) -> None:
+def test_a_non_finite_reward_stops_the_run_after_a_checkpoint(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward function's; an environment's is found earlier."""
     config = small_config(*flags_for(start), method="grpo")
-    env = ParityEnv(reward=float("nan"))
+    monkeypatch.setattr("rspo.rewards.outcome_reward", lambda trajectory: [float("nan")] * len(trajectory))
     agent = Agent(Policy.load(start, config.policy), config)
-    trainer = Trainer(config, tmp_path, env, agent, None, Tracker(tmp_path, 2, progress=False))
+    trainer = Trainer(config, tmp_path, ParityEnv(), agent, None, Tracker(tmp_path, 2, progress=False))
     with pytest.raises(NonFiniteError, match=r"reward nan at turn \d of trajectory \d of group \d"):
         trainer.train()
     trainer.close()
@@ -628,3 +632,46 @@ def test_the_learning_rate_of_cloning_follows_its_schedule(
 def test_labels_must_match_runs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="labels must be as many"):
         plot_runs([tmp_path], tmp_path / "x.png", labels=["a", "b"])
+
+
+class UnstartableEnv(ParityEnv):
+    """Fails at its first reset, in one way or another."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def reset(self, tasks: Sequence[Any], seeds: Sequence[int]) -> Any:
+        if self.fault == "raises":
+            raise ZeroDivisionError("this environment is broken")
+        observations, infos = super().reset(tasks, seeds)
+        return [None] * len(tasks) if self.fault == "value" else observations, infos
+
+    def tasks(self, split: str = "train") -> Sequence[str]:
+        return () if self.fault == "no tasks" and split == "train" else super().tasks(split)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("raises", "this environment is broken"),
+        ("value", "environment UnstartableEnv, reset: observations of episode 0 must be a str; got None"),
+        ("no tasks", "has no tasks to train on"),
+    ],
+)
+def test_an_environment_that_cannot_start_leaves_the_folder_free(
+    fault: str, said: str, workers: int, start: Path, tmp_path: Path
+) -> None:
+    options = [f"env.options={{fault: {fault}}}", f"env.workers={workers}"]
+    broken = small_config(*flags_for(start), "env.name=test_rspo_runs:UnstartableEnv", *options, method="grpo")
+    with pytest.raises(Exception, match=said):
+        open_run(broken, tmp_path / "run", progress=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_collecting_from_an_environment_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+    config = small_config()
+    with pytest.raises(ZeroDivisionError):
+        collect(UnstartableEnv("raises"), small_policy(), config, tmp_path / "data", 4, progress=False)
+    assert list(tmp_path.iterdir()) == []

@@ -102,7 +102,7 @@ def test_equation_one_weights_two_means() -> None:
 
     agent.optimizer.step = lambda *_: None  # type: ignore[method-assign, assignment]
     stats = run_update(agent, config, trajectories, batch)
-    assert stats["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert stats["loss"] == pytest.approx(expected.item(), rel=0, abs=1e-5)  # of terms of 1 and 2, which cancel
     torch.testing.assert_close(gradients(agent), list(by_hand), atol=1e-6, rtol=1e-4)
 
 
@@ -165,7 +165,8 @@ def test_gradient_does_not_depend_on_micro_batches(aggregation: str) -> None:
         results.append((gradients(agent), stats["loss"]))
     for grads, loss in results[1:]:
         torch.testing.assert_close(grads, results[0][0], atol=1e-6, rtol=1e-4)
-        assert loss == pytest.approx(results[0][1], rel=1e-4, abs=1e-7)
+        # The loss is a sum of advantages of ±1 and 2, which cancel: float32 has it to 1e-6, whatever is left of them.
+        assert loss == pytest.approx(results[0][1], rel=0, abs=1e-5)
 
 
 def test_minibatches_deal_every_row_once() -> None:

@@ -268,11 +268,11 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         "env.step(['what'] * 6)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, timeout=600)
     assert done.returncode == -signal.SIGKILL
     pids = [int(pid) for pid in said.read_text().split()]
     assert len(pids) == 2
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(is_running, pids))
@@ -318,3 +318,14 @@ def test_a_run_goes_on_when_a_worker_is_lost_and_is_else_the_same_as_without(tmp
     assert sum(record["lost_episodes"] for record in lossy) > 0
     assert sum(record["lost_episodes"] for record in alone) == 0
     assert lossy[-1]["trajectories"] == alone[-1]["trajectories"], "lost ones were paid for all the same"
+
+
+def test_a_failure_of_a_kind_has_one_traceback_and_then_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    with WorkerEnv(FAULTY, {"fault": "raise", "turn": 1}, workers=2) as env, caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            env.reset(TASKS, SEEDS)
+            env.step(["x"] * len(TASKS))
+            env.step(["x"] * len(TASKS))
+    said = [message for message in caplog.messages if "ZeroDivisionError: this environment is broken" in message]
+    assert ["Traceback" in message for message in said] == [True, False, False]
+    assert ["number 2 of this kind" in message for message in said] == [False, True, False]

@@ -19,7 +19,9 @@ from numerics import assert_close
 pytest.importorskip("trl", reason="needs pip install rspo[trl]")
 pytest.importorskip("datasets", reason="needs pip install rspo[trl]")
 
-from transformers import Qwen2ForCausalLM
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
+from trl import GRPOConfig
 from trl_toys import (
     TOKENIZER,
     Watched,
@@ -36,6 +38,7 @@ from trl_toys import (
 
 from rspo.config import SwapConfig
 from rspo.integrations.trl import (
+    FusedGRPOTrainer,
     RSPOGRPOTrainer,
     dense_reward,
     environment_dataset,
@@ -68,6 +71,67 @@ def test_agent_a_is_as_it_was_after_b(offload: bool, tmp_path: Path) -> None:
     assert "rewards/third_words/mean" not in first
     assert first["rewards/long_enough/mean"] == first["reward"]
     assert first["num_tokens"] > first["completions/mean_length"] * 16 * 3, "B's tokens count"
+
+
+def test_agent_b_moves_along_its_own_copy_of_the_schedule(tmp_path: Path) -> None:
+    trainer = swap_trainer(tmp_path, Watched, warmup_steps=2, max_steps=6, lr_scheduler_type="cosine")
+    trainer.train()
+    for loop in trainer.loops:
+        moved = [not torch.equal(x, y) for x, y in zip(loop["before"], loop["b"].parameters(), strict=False)]
+        assert any(moved), "B has learned, in the first loop too"
+        assert all(torch.equal(x, y) for x, y in zip(loop["before"], loop["after"], strict=True))
+    of_a = [record["learning_rate"] for record in trainer.state.log_history if "loss" in record]
+    expected = [0.5 * (1 + np.cos(np.pi * step / 4)) * 1e-2 for step in range(4)]
+    assert of_a == pytest.approx([0.0, 0.5e-2, *expected]), "A's schedule counts A's steps alone"
+    of_b = [r["dense/learning_rate"] for r in trainer.state.log_history if "dense/learning_rate" in r]
+    assert of_b == pytest.approx([np.mean(of_a[i : i + 2]) for i in (0, 2, 4)]), "B's goes on from where A is"
+
+
+def test_a_schedule_by_evaluations_leaves_agent_b_the_rate_of_a(tmp_path: Path) -> None:
+    trainer = swap_trainer(tmp_path)
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(trainer.optimizer)
+    trainer.train()
+    of_b = [r["dense/learning_rate"] for r in trainer.state.log_history if "dense/learning_rate" in r]
+    assert of_b == [1e-2, 1e-2]
+
+
+def test_a_schedule_of_ones_own_that_writes_settings_as_it_loads(tmp_path: Path) -> None:
+    trainer = swap_trainer(tmp_path, Watched)
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-2)
+    one = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, one
+    twin = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-2)
+    expected = torch.optim.lr_scheduler.OneCycleLR(twin, max_lr=1e-2, total_steps=8)
+    trainer.train()
+    for _ in range(4):
+        twin.step()
+        expected.step()
+    names = ("lr", "betas")
+    inner = trainer.lr_scheduler.optimizer
+    assert [inner.param_groups[0][name] for name in names] == [twin.param_groups[0][name] for name in names]
+
+
+def test_an_agent_b_that_cannot_learn_is_told_of(tmp_path: Path) -> None:
+    trainer = swap_trainer(tmp_path, warmup_steps=2, max_steps=1, swap=SwapConfig(k=1, alpha=0.25, buffer_tasks=8))
+    with pytest.warns(UserWarning, match="agent B learns nothing in the loop at step 0: the schedule's learning rate"):
+        trainer.train()
+
+
+def test_without_arguments_it_is_trls_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_model(TOKENIZER).save_pretrained("small")
+    TOKENIZER.save_pretrained("small")
+    monkeypatch.setattr("rspo.integrations.trl.settings.GRPOConfig", partial(GRPOConfig, use_cpu=True, bf16=False))
+    swap = SwapConfig(buffer_tasks=2)
+    by_name = RSPOGRPOTrainer("./small", long_enough, third_words, train_dataset=prompts(), swap=swap)
+    assert by_name.args.output_dir == "small-RSPO"
+    assert by_name.args.learning_rate == GRPOConfig("x", bf16=False).learning_rate
+    model = AutoModelForCausalLM.from_pretrained("./small")
+    given = RSPOGRPOTrainer(model, long_enough, third_words, None, prompts(), swap=swap, processing_class=TOKENIZER)
+    assert given.args.output_dir == "small-RSPO"
+    fused = FusedGRPOTrainer("./small", long_enough, train_dataset=prompts())
+    assert fused.args.output_dir == "small-GRPO"
 
 
 def test_replay_has_bs_logprobs_and_the_best_outcomes(tmp_path: Path) -> None:
@@ -154,7 +218,14 @@ def test_replay_of_other_lengths_stands_beside_a_batch(tmp_path: Path) -> None:
     assert_close("loss", together, alone + loss, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2, "swap": SwapConfig(k=1, alpha=0.25, buffer_tasks=8)}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"warmup_steps": 3, "lr_scheduler_type": "cosine"},
+        {"num_iterations": 2, "swap": SwapConfig(k=1, alpha=0.25, buffer_tasks=8)},
+    ],
+)
 def test_a_resumed_run_is_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, **settings}
     straight = swap_trainer(tmp_path / "straight", **saving)
@@ -189,6 +260,33 @@ def test_the_swap_with_lora_and_household(tmp_path: Path) -> None:
         assert max(tool_tokens) > 0, "what the environment says is not trained on"
     assert "dense/rewards/dense_reward/mean" in trainer.state.log_history[0]
     assert trainer.state.log_history[0]["replay/completions"] == 1
+
+
+def test_both_agents_prompts_have_the_templates_arguments(tmp_path: Path) -> None:
+    model, tokenizer, settings = tool_caller()
+    trainer = Watched(
+        model,
+        long_enough_messages,
+        long_enough_messages,
+        small_args(
+            tmp_path, max_steps=1, **settings | {"max_completion_length": 4},
+            chat_template_kwargs={"enable_thinking": False},
+        ),
+        Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 4}),
+        swap=SwapConfig(k=1, alpha=0.25, buffer_tasks=1),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    seen = []
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: (seen.append(inputs["prompt_ids"][0]), compute(model, inputs))[1]
+    trainer.train()
+    prompts = [*seen, *(entry.turns[0].prompt_ids for entry in trainer.loops[0]["buffer"])]
+    assert len(prompts) >= 2 + 4
+    assert all(tokenizer.decode(ids).endswith("<think>\n\n</think>\n\n") for ids in prompts)
+
+
+def long_enough_messages(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(completion[0]["content"]) % 2) for completion in completions]
 
 
 REFUSED_SWAPS = {

@@ -352,7 +352,8 @@ def test_recipe_is_the_papers() -> None:
     assert settings.base == "gigpo"
     assert settings.optimizer.learning_rate == paper.optimizer.learning_rate == 1e-6
     assert settings.optimizer.minibatch_rows == paper.optimizer.minibatch_rows
-    assert (settings.run.steps, settings.env.name, settings.env.options["max_turns"]) == (150, "alfworld", 50)
+    assert (settings.run.steps, settings.env.name) == (150, "alfworld")
+    assert settings.env.options == {"prompt_style": "verl-agent", "max_turns": 50}
     assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 0.4
 
 
@@ -362,9 +363,11 @@ def test_recipe_is_the_papers() -> None:
         (["rspo.swap.alpha=1.5"], r"swap\.alpha must be in \[0, 1\), got 1\.5"),
         (["rspo.env.name=moon"], r"rspo\.env\.name='moon': unknown environment 'moon'; available: .*household"),
         (["rspo.env.name=nowhere.at_all:Env"], r"rspo\.env\.name='nowhere\.at_all:Env': No module"),
+        (["rspo.env.style=verl-agent"], r"rspo\.env\.style must be 'readable' on verl, got 'verl-agent'"),
         (["rspo.swap.kk=3"], r"unknown setting 'rspo\.swap\.kk' \(did you mean 'k'"),
         (["rspo.rollout.tasks=3"], r"rspo\.rollout is not a setting on verl"),
         (["rspo.loss.kl_coef=0.1"], r"rspo\.loss\.kl_coef is verl's setting actor_rollout_ref\.actor\.kl_loss_coef"),
+        (["data.apply_chat_template_kwargs.tokenize=true"], r"chat_template_kwargs\.tokenize cannot be set"),
         (["rspo.base=ppo"], r"rspo\.base='ppo' needs a critic"),
         (["rspo.swap.source=history"], r"'dense' or 'outcome' on verl, got 'history'"),
         (["rspo.base=grop"], r"base must be one of .*got 'grop'"),
@@ -402,8 +405,8 @@ class FixedClient:
         return TokenOutput(token_ids=self.answer, log_probs=[-0.5] * len(self.answer))
 
 
-def play(client: FixedClient, tmp_path: Path, *overrides: str) -> Any:
-    """One row of the dataset through verl's agent-loop worker."""
+def play(client: FixedClient, tmp_path: Path, *overrides: str, template: str | None = None) -> Any:
+    """One row of the dataset through verl's agent-loop worker. template: the tokenizer's for chats."""
     import verl_cpu
     from verl import DataProto
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
@@ -411,7 +414,9 @@ def play(client: FixedClient, tmp_path: Path, *overrides: str) -> Any:
 
     from rspo.integrations.verl.tasks import EnvTasks
 
-    small_policy().save(tmp_path)
+    start = small_policy()
+    start.tokenizer.chat_template = template
+    start.save(tmp_path)
     config = verl_cpu.tiny_config(tmp_path, tmp_path, *overrides)
     batch = DataProto.from_single_dict(collate_fn([EnvTasks("train", None, config.data, max_samples=2)[1]]))
     worker = AgentLoopWorker(config, client, reward_loop_worker_handles=[])
@@ -445,6 +450,24 @@ def test_agent_loop_plays_an_episode(tmp_path: Path) -> None:
     last = trajectory.turns[-1]
     shown = output.batch["input_ids"][0][output.batch["attention_mask"][0] == 1]
     assert shown.tolist() == [*last.prompt_ids.tolist(), *last.response_ids.tolist()]
+
+
+THINKING = "{% for m in messages %}{{ m.content }} {% endfor %}{% if enable_thinking is false %}take{% endif %}"
+
+
+@pytest.mark.parametrize("layout", ["per_turn", "conversation"])
+def test_agent_loop_gives_the_template_its_arguments(layout: str, tmp_path: Path) -> None:
+    tokenizer = small_policy().tokenizer
+    client = FixedClient(tokenizer("go")["input_ids"])
+    setting = ["+data.apply_chat_template_kwargs.enable_thinking=false", f"rspo.env.layout={layout}"]
+    play(client, tmp_path, *setting, template=THINKING)
+    assert len(client.asked) == 2
+    (end,) = tokenizer("take")["input_ids"]
+    assert [asked["prompt_ids"][-1] for asked in client.asked] == [end, end]
+    with pytest.raises(ConfigError, match="does not read 'thinking'"):
+        play(client, tmp_path, "+data.apply_chat_template_kwargs.thinking=false", template=THINKING)
+    with pytest.raises(ConfigError, match="needs a chat template"):
+        play(client, tmp_path / "bare", *setting)
 
 
 def test_failing_environment_loses_the_episode(tmp_path: Path) -> None:

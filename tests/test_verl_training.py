@@ -229,7 +229,15 @@ def test_the_loop_is_algorithm_1(tmp_path: Path) -> None:
         seen.append(("A" if alpha else "B", trajectories, alpha))
         return own_update(trajectories, alpha)
 
-    trainer._update = watched
+    collected: list[Trajectory] = []
+    own_note = trainer._note
+
+    def noted(agent: str, trajectories: list[Trajectory], stats: dict[str, float]) -> None:
+        if agent == "collect":
+            collected.extend(trajectories)
+        own_note(agent, trajectories, stats)
+
+    trainer._update, trainer._note = watched, noted
     trainer.fit()
     assert calls == ["weights to engine", *LOOP_OF_B, *UPDATE_OF_A * 2, *LOOP_OF_B, *UPDATE_OF_A, "generate 8"]
 
@@ -248,7 +256,7 @@ def test_the_loop_is_algorithm_1(tmp_path: Path) -> None:
 
     assert [step for step, _ in log.records] == [1, 2, 3]
     first, second, third = (record for _, record in log.records)
-    assert 0 < first["collect/success"] < 1
+    assert first["collect/success"] == np.mean([t.won for t in collected[:12]])
     assert "collect/success" not in second  # B's work is in the record of A's next update
     assert first["rollout/logprob_difference"] < 1e-5  # the client has the actor's weights
     assert first["replay/trajectories"] == 4

@@ -93,7 +93,7 @@ def test_the_split_is_a_fifth_for_evaluation_where_goals_are_few() -> None:
 # Contract
 
 
-@pytest.mark.parametrize("style", ["chat", "compact"])
+@pytest.mark.parametrize("style", ["chat", "compact", "verl-agent"])
 def test_infos_have_the_keys_and_types_of_the_contract(style: str) -> None:
     env = make_env("webshop", data="own", nouns="simple", prompt_style=style)
     assert isinstance(env, BatchedEnv)
@@ -148,7 +148,7 @@ def test_group_members_share_all_but_their_state() -> None:
         ({"text_limit": 0}, ValueError, "text_limit must be an integer of at least 1; got 0"),
         ({"value_limit": 2.0}, ValueError, "value_limit must be an integer of at least 1; got 2.0"),
         ({"max_turns": 0}, ValueError, "max_turns must be an integer of at least 1; got 0"),
-        ({"prompt_style": "long"}, ValueError, "prompt_style must be one of compact, chat; got 'long'"),
+        ({"prompt_style": "long"}, ValueError, "prompt_style must be one of compact, chat, verl-agent; got 'long'"),
         ({"data": 7}, TypeError, "data must be the path of a data directory or 'own'; got 7"),
     ],
 )

@@ -7,7 +7,9 @@ that generates: a client that samples from the worker's own weights.
 from __future__ import annotations
 
 import asyncio
+import unittest.mock
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 from verl.workers.rollout.replica import TokenOutput
 
 from rspo.envs.base import StepResult
+from rspo.integrations.verl import agent_loop
 from rspo.integrations.verl.rows_trainer import RowsTrainer
 
 
@@ -112,7 +115,8 @@ class WorkerGroup:
 
 
 class RolloutManager:
-    """verl's agent-loop worker in this process."""
+    """verl's agent-loop worker in this process. It plays one episode after the other, so that the client's draws are
+    not in the order in which threads come."""
 
     def __init__(self, config: DictConfig, client: SamplingClient, calls: list[str]) -> None:
         self.worker = AgentLoopWorker(config, client, reward_loop_worker_handles=[])
@@ -121,7 +125,11 @@ class RolloutManager:
     def generate_sequences(self, batch: DataProto) -> DataProto:
         self.calls.append(f"generate {len(batch)}")
         batch.non_tensor_batch.setdefault("priority", torch.arange(len(batch)).numpy())
-        return asyncio.run(self.worker.generate_sequences(batch))
+        with (
+            ThreadPoolExecutor(1) as one_at_a_time,
+            unittest.mock.patch.object(agent_loop, "_threads", return_value=one_at_a_time),
+        ):
+            return asyncio.run(self.worker.generate_sequences(batch))
 
 
 class WeightTransfer:

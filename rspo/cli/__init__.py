@@ -2,7 +2,8 @@
 `settings`.
 
 `parser` says what each takes, `commands` does it; `settings` makes a configuration of flags, and `settings_help`
-explains them.
+explains them. None of these imports torch or transformers, which takes seconds, before flags and settings have been
+read and checked: a mistake in them is answered at once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from transformers.utils import logging as transformers_logging
-
 from ..config import ConfigError
-from ..distributed import is_first
-from ..engines import EngineError
-from ..envs.base import WorkerError
 from ..interruption import Interrupted, interruptible
-from ..rewards import NonFiniteError
 from .parser import parse
 
 SILENCE = 20.0
@@ -32,25 +27,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parse(arguments)
     # Class paths of one's own are found where the command is given; last, so that nothing installed is shadowed.
     sys.path.append(os.getcwd())
-    # Loading a tiny model many times would draw its own bars over the run's.
-    transformers_logging.disable_progress_bar()
     try:
         with interruptible():
             return parsed.command(parsed) or 0
     except (ConfigError, OSError) as error:
         _say(f"error: {error}")
         return 2
-    except (NonFiniteError, WorkerError, EngineError) as error:
-        _say(f"{parsed.work} stopped: {error}")
-        return 1
     except Interrupted as stop:
         print(f"\nrspo: {stop}", file=sys.stderr)
         return stop.exit_status
+    except Exception as error:
+        if not isinstance(error, _failures()):
+            raise
+        _say(f"{parsed.work} stopped: {error}")
+        return 1
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Errors that end a run which had begun. Their modules import torch, which a wrong flag must not wait for."""
+    from ..engines import EngineError
+    from ..envs.base import WorkerError
+    from ..rewards import NonFiniteError
+
+    return NonFiniteError, WorkerError, EngineError
 
 
 def _say(text: str) -> None:
     """Print what has ended this process. Where several were launched, most errors end them all: the first one speaks,
     and the others wait for the launcher, which stops all when one has ended, so that a text is read once."""
-    if not is_first("RANK"):
+    if "LOCAL_RANK" in os.environ and os.environ.get("RANK", "0") != "0":
         time.sleep(SILENCE)
     print(f"rspo: {text}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""What each command does, of the arguments that `parser` has read."""
+"""What each command does, of the arguments that `parser` has read.
+
+What needs torch or transformers is imported in the commands, after their settings have been checked.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +11,11 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from transformers.utils import CONFIG_NAME as MODEL_FILE
-
-from ..checkpoint import STATE_FILE
-from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect, load_trajectories
 from ..config import Config, ConfigError
-from ..config_io import load_config
-from ..distributed import leave
-from ..dry_run import dry_run
-from ..engines import LOCAL, EngineError, expert_of, open_backend
-from ..envs.base import WorkerError
-from ..evaluate import evaluate
+from ..config_io import CONFIG_FILE, load_config
+from ..file_names import METRICS_FILE, START, START_MARK, STATE_FILE
 from ..interruption import Interrupted
-from ..lora import is_adapter
-from ..models import Policy
-from ..play import Game, choose_task, play_game
-from ..reward_model import SETTINGS_FILE
-from ..reward_training import train_reward_model
-from ..runs import (
-    CONFIG_FILE,
-    START,
-    START_MARK,
-    build_env,
-    check_split,
-    default_folder,
-    how_to_go_on,
-    latest_checkpoint,
-    open_run,
-    set_threads,
-    startable_again,
-    trained_policy,
-)
-from ..storage import StorageError, new_folder, writing
-from ..summary import summary_table
-from ..tracking import METRICS_FILE
-from ..warmup import fresh_policy
+from ..storage import StorageError, check_folder_place, new_folder, writing
 from .settings import settings_of
 from .settings_help import describe_sections, describe_settings
 
@@ -55,8 +28,20 @@ def run_train(parsed: argparse.Namespace) -> int:
     if parsed.resume and stored is not None and not stored.is_file():
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
+    if parsed.out is not None:
+        check_folder_place(parsed.out)
+
+    from ..distributed import leave
+    from ..engines import EngineError
+    from ..envs.base import WorkerError
+    from ..runs import default_folder, how_to_go_on, open_run, startable_again
+    from ..summary import summary_table
+
+    _without_loading_bars()
     folder = parsed.out or default_folder(config)
     if parsed.dry_run:
+        from ..dry_run import dry_run
+
         report = dry_run(config, folder, resume=parsed.resume)
         print(report.text)
         return 1 if report.problems else 0
@@ -87,6 +72,13 @@ def run_train(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _without_loading_bars() -> None:
+    """Loading a tiny model many times would draw transformers' own bars over the run's."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
     """The folder of the model that a path means, a run's latest checkpoint or itself, and its settings."""
     if not parsed.path.is_dir():
@@ -94,13 +86,16 @@ def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
     is_run = _is_run(parsed.path)
     run = parsed.path if is_run else _run_of(parsed.path.resolve())
     config = settings_of(parsed, load_config(run / CONFIG_FILE) if run is not None else None)
+
+    from ..runs import latest_checkpoint
+
     return latest_checkpoint(parsed.path) if is_run else parsed.path, config
 
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has settings, which in a model's folder without a run's records are someone
     else's file."""
-    is_model = (folder / MODEL_FILE).is_file() or is_adapter(folder)
+    is_model = (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file()
     return (folder / CONFIG_FILE).is_file() and (not is_model or (folder / METRICS_FILE).is_file())
 
 
@@ -115,18 +110,35 @@ def _run_of(model: Path) -> Path | None:
 
 def run_export(parsed: argparse.Namespace) -> None:
     """Write a trained model as a whole one."""
-    model, config = _trained_model(parsed)
     if parsed.out.exists():
         raise ConfigError(f"{parsed.out} exists; choose another --out")
+    check_folder_place(parsed.out)
+    model, config = _trained_model(parsed)
+
+    from ..folder_lock import LOCK_FILE, FolderLock
+    from ..models import Policy
+
+    _without_loading_bars()
     policy = Policy.load(model, config.policy)
-    with new_folder(parsed.out) as folder:
+    beside = parsed.out.with_name(f".{parsed.out.name}{LOCK_FILE}")
+    with FolderLock(parsed.out, beside), new_folder(parsed.out) as folder:
         policy.save_whole(folder)
+    kwargs = policy.chat_template_kwargs
     print(f"{parsed.out}: the model of {model}")
+    if kwargs:
+        print(f"it reads prompts made with policy.chat_template_kwargs={kwargs}, which its folder does not hold")
 
 
 def run_eval(parsed: argparse.Namespace) -> None:
     """Measure a trained model."""
     model, config = _trained_model(parsed)
+
+    from ..engines import open_backend
+    from ..evaluate import evaluate
+    from ..models import Policy
+    from ..runs import build_env, check_split, set_threads
+
+    _without_loading_bars()
     set_threads(config)
     policy = Policy.load(model, config.policy)
     with closing(open_backend(config)) as backend, closing(build_env(config)) as env:
@@ -145,6 +157,15 @@ def run_collect(parsed: argparse.Namespace) -> None:
     if parsed.expert is not None and not 0 <= parsed.expert <= 1:
         raise ConfigError(f"--expert must be a probability in [0, 1], got {parsed.expert}")
     config = settings_of(parsed, load_config(stored) if stored is not None else None)
+    check_folder_place(parsed.out)
+
+    from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect
+    from ..engines import LOCAL, expert_of, open_backend
+    from ..models import Policy
+    from ..runs import build_env, set_threads, trained_policy
+    from ..warmup import fresh_policy
+
+    _without_loading_bars()
     set_threads(config)
     backend = LOCAL if parsed.expert is not None else open_backend(config)
     with closing(backend), closing(build_env(config)) as env:
@@ -177,8 +198,16 @@ def run_reward_model(parsed: argparse.Namespace) -> None:
     if parsed.preset is None:
         parsed.preset = "default" if parsed.model is None else "paper"
     config = settings_of(parsed)
-    set_threads(config)
     folder = parsed.out or Path("runs") / f"reward-model-seed{config.run.seed}"
+    check_folder_place(folder)
+
+    from ..collect import load_trajectories
+    from ..reward_model import SETTINGS_FILE
+    from ..reward_training import train_reward_model
+    from ..runs import set_threads
+
+    _without_loading_bars()
+    set_threads(config)
     if (folder / SETTINGS_FILE).exists():
         raise ConfigError(f"{folder} already holds a reward model; choose another --out")
     trajectories = load_trajectories(parsed.data)
@@ -209,6 +238,10 @@ def run_plot(parsed: argparse.Namespace) -> None:
 def run_play(parsed: argparse.Namespace) -> None:
     """Let the user act, or the expert."""
     config = settings_of(parsed)
+
+    from ..play import Game, choose_task, play_game
+    from ..runs import build_env
+
     with closing(build_env(config)) as env:
         number, task, count = choose_task(env, parsed.split, parsed.task, config.run.seed)
         game = Game(env, task, config.run.seed, config.env.history_length)
@@ -219,6 +252,8 @@ def run_play(parsed: argparse.Namespace) -> None:
 
 def run_summary(parsed: argparse.Namespace) -> None:
     """Print a table of runs."""
+    from ..summary import summary_table
+
     try:
         print(summary_table(parsed.runs, parsed.labels))
     except ValueError as error:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..collect import TRAJECTORIES_FILE
 from ..config import ESTIMATORS, METHODS, PRESETS
 from ..envs.alfworld import commands as alfworld_commands
 from ..envs.webshop import commands as webshop_commands
@@ -156,7 +155,7 @@ def _add_collect(commands: _Commands) -> None:
     parser = commands.add_parser(
         "collect",
         help="write trajectories to a file",
-        description=f"Play random training tasks, once each, and append the trajectories to {TRAJECTORIES_FILE} in a"
+        description="Play random training tasks, once each, and append the trajectories to trajectories.jsonl in a"
         " folder, one JSON object a line; e.g. to train a reward model on. A summary is printed.",
     )
     who = parser.add_mutually_exclusive_group(required=True)

@@ -9,20 +9,20 @@ from typing import Any
 import yaml
 
 from ..config import Config, ConfigError
-from ..config_io import apply_flags, load_config, method_names, preset, preset_name
+from ..config_io import apply_flags, config_of_file, method_names, preset, preset_name, read_config
 
 
 def settings_of(parsed: argparse.Namespace, base: Config | None = None) -> Config:
     """The configuration that the flags describe, laid over `base` instead of a preset where given."""
     method = getattr(parsed, "method", None)
+    values = read_config(parsed.config) if parsed.config else {}
     if base is None or parsed.preset is not None:
-        named = method_names(parsed.config) if parsed.config else {}
+        named = method_names(values)
         chosen = {"method": method, "base": getattr(parsed, "base", None)}
         chosen |= {name: value for name, _, value in (flag.partition("=") for flag in parsed.set) if name in chosen}
         named |= {name: value for name, value in chosen.items() if value is not None}
-        stated = preset_name(parsed.config) if parsed.config else "default"
-        base = preset(parsed.preset or stated, **named)
-    config = load_config(parsed.config, base) if parsed.config else base
+        base = preset(parsed.preset or preset_name(values), **named)
+    config = config_of_file(parsed.config, values, base) if parsed.config else base
     flags = {
         "method": method,
         "base": getattr(parsed, "base", None),

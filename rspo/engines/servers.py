@@ -127,12 +127,18 @@ class TransformersServer(CompletionsServer):
 
 class ChatServer(Server):
     """Chat completions alone: the prompt goes as a user's message, of which the server makes ids by its own template.
-    For teachers, whose tokenizer is another one anyway."""
+    For teachers, whose tokenizer is another one anyway. The template's keyword arguments go as vLLM, SGLang and
+    llama.cpp take them."""
 
     is_chat = True
 
     def request(self, texts: Texts, prompt: np.ndarray, sampling: Sampling) -> dict[str, Any]:
-        return {**_common(sampling), "messages": [{"role": "user", "content": user_message(texts, prompt)}]}
+        kwargs = texts.chat_template_kwargs
+        return {
+            **_common(sampling),
+            "messages": [{"role": "user", "content": user_message(texts, prompt)}],
+            **({"extra_body": {"chat_template_kwargs": kwargs}} if kwargs else {}),
+        }
 
     def read(self, texts: Texts, answer: dict[str, Any]) -> Answer:
         choice = answer["choices"][0]

@@ -11,16 +11,18 @@ import numpy as np
 from .wording import PROMPT_STYLES
 
 
-def check_settings(max_turns: int, outcome_scale: float, prompt_style: str) -> None:
-    """Of a constructor. Raises ValueError that names the one out of its range."""
+def check_settings(
+    max_turns: int, outcome_scale: float, prompt_style: str, styles: Sequence[str] = PROMPT_STYLES
+) -> None:
+    """Of a constructor; `styles`: those that the environment has. Raises ValueError that names the one out of range."""
     if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
         raise ValueError(f"max_turns must be an integer of at least 1; got {max_turns!r}")
     if isinstance(outcome_scale, bool) or not isinstance(outcome_scale, int | float):
         raise ValueError(f"outcome_scale must be a number; got {outcome_scale!r}")
     if not (math.isfinite(outcome_scale) and outcome_scale > 0):
         raise ValueError(f"outcome_scale must be finite and above 0; got {outcome_scale!r}")
-    if prompt_style not in PROMPT_STYLES:
-        raise ValueError(f"prompt_style must be one of {', '.join(PROMPT_STYLES)}; got {prompt_style!r}")
+    if prompt_style not in styles:
+        raise ValueError(f"prompt_style must be one of {', '.join(styles)}; got {prompt_style!r}")
 
 
 def check_starts(tasks: Sequence[Any], seeds: Sequence[int]) -> None:

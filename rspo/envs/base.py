@@ -25,6 +25,10 @@ class WorkerError(RuntimeError):
     """Environments cannot go on in worker processes; the message holds a worker's traceback where there is one."""
 
 
+class EnvironmentValueError(WorkerError, ValueError):
+    """An environment returned something that is not what the contract says (`rspo.envs.returned`)."""
+
+
 @dataclass(frozen=True)
 class PromptContext:
     """What one agent may see at one turn.

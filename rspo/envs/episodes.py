@@ -7,6 +7,7 @@ prompts and projection. An episode only has to know its own world.
 from __future__ import annotations
 
 import logging
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from copy import deepcopy
@@ -17,7 +18,10 @@ import numpy as np
 
 from .arguments import check_actions, check_settings, check_starts
 from .base import BatchedEnv, Info, PromptContext, StepResult
-from .wording import chat_prompt, chat_reply, project_tags, tagged
+from .losses import LossLog, place_of
+from .returned import check_episode
+from .verl_agent import VERL_AGENT, VerlAgentStyle
+from .wording import PROMPT_STYLES, chat_prompt, chat_reply, project_tags, tagged
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +74,7 @@ class _Place:
 
     episode: Episode
     turns: int = 0
-    valid: bool = True
+    valid: Any = True
     truncated: bool = False
     lost: bool = False
 
@@ -92,24 +96,31 @@ class EpisodeEnv(BatchedEnv):
     max_turns: actions allowed.
     outcome_scale: reward of the last turn of a won episode (10 in the paper's code base), 0 for any other turn.
     prompt_style: "chat", English for a pre-trained model, which thinks and then answers inside tags; or "compact",
-        the bare facts for a small model that was trained on them, whose response is the action and nothing else.
+        the bare facts for a small model that was trained on them, whose response is the action and nothing else; or
+        "verl-agent", where the environment has that style (`rspo.envs.verl_agent`).
 
     An exception in an episode's `act` loses that episode only: it is truncated where it stands, with `lost_worker` True
-    in its infos, and the traceback is logged. When all episodes of a batch are lost that way, the last exception is
-    raised.
+    in its infos, and a traceback is logged for each kind of exception. When all episodes of a batch are lost that way,
+    the last exception is raised.
+
+    Values of an episode that are not what `Episode` says are an EnvironmentValueError.
 
     Raises ValueError when an argument is out of its range.
     """
 
     role: ClassVar[tuple[str, ...]] = ("You are an agent that acts in a textual world to fulfil a task.",)
     """First lines of chat prompts: who the agent is and how its world works."""
+    verl_agent: ClassVar[VerlAgentStyle | None] = None
+    """The style "verl-agent", where the environment has it."""
 
     def __init__(self, max_turns: int, outcome_scale: float = 10.0, prompt_style: str = "chat") -> None:
-        check_settings(max_turns, outcome_scale, prompt_style)
+        styles = (*PROMPT_STYLES, *([VERL_AGENT] if self.verl_agent is not None else []))
+        check_settings(max_turns, outcome_scale, prompt_style, styles)
         self.max_turns = max_turns
         self.outcome_scale = float(outcome_scale)
         self.prompt_style = prompt_style
         self._places: list[_Place] | None = None
+        self._failures = LossLog(logger)
 
     @abstractmethod
     def start(self, task: Any, seed: int) -> Episode:
@@ -153,18 +164,22 @@ class EpisodeEnv(BatchedEnv):
         episode = place.episode
         episode.dense_reward = 0.0
         try:
-            place.valid = bool(episode.act(action))
+            place.valid = episode.act(action)
         except Exception as error:
             place.lost = place.truncated = True
             assert self._places is not None
             if all(other.lost for other in self._places):
                 raise
-            logger.warning("an episode of %r is lost: %r raised %r", episode.task, action, error, exc_info=True)
+            text = f"an episode of {episode.task!r} is lost: {action!r} raised {error!r}"
+            trace = "".join(traceback.format_exception(error))
+            self._failures.warn((type(error).__name__, place_of(error)), text, trace)
         place.turns += 1
         if place.turns >= self.max_turns and not episode.ended:
             place.truncated = True
 
     def render_prompt(self, context: PromptContext) -> str:
+        if self._verl_agent is not None:
+            return self._verl_agent.prompt(context)
         return self.compact_prompt(context) if self.prompt_style == "compact" else chat_prompt(self.role, context)
 
     def compact_prompt(self, context: PromptContext) -> str:
@@ -175,11 +190,15 @@ class EpisodeEnv(BatchedEnv):
         return "\n".join(line for line in lines if line)
 
     def render_reply(self, context: PromptContext) -> str:
+        if self._verl_agent is not None:
+            return self._verl_agent.reply(context)
         return f"{context.observation}\n>" if self.prompt_style == "compact" else chat_reply(context)
 
     def project(self, response: str) -> tuple[str, bool]:
         """The action in a response and whether it was well formed: "compact" the whole response, lower-cased, when it
-        is not empty; "chat" see `wording.project_tags`."""
+        is not empty; "chat" see `wording.project_tags`; "verl-agent" see `VerlAgentStyle.project`."""
+        if self._verl_agent is not None:
+            return self._verl_agent.project(response)
         if self.prompt_style == "chat":
             return project_tags(response)
         action = " ".join(response.lower().split())
@@ -228,6 +247,11 @@ class EpisodeEnv(BatchedEnv):
     # Inside
 
     @property
+    def _verl_agent(self) -> VerlAgentStyle | None:
+        """That style, where it is the chosen one."""
+        return self.verl_agent if self.prompt_style == VERL_AGENT else None
+
+    @property
     def episodes(self) -> list[Episode]:
         """The episodes of the batch. Raises RuntimeError before the first reset."""
         return [place.episode for place in self._started("episodes")]
@@ -245,6 +269,8 @@ class EpisodeEnv(BatchedEnv):
     def _report(self) -> tuple[list[str], list[Info]]:
         """Observations and infos of the current moment."""
         places = self._started("_report")
+        for i, place in enumerate(places):
+            check_episode(self, place.episode, i, place.valid)
         return [place.episode.observation for place in places], [_info(place) for place in places]
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rspo.envs.base import BatchedEnv
+from rspo.envs.losses import place_of
 
 _HEADER = struct.Struct(">Q")
 GRACE = 1.0
@@ -28,11 +29,12 @@ GRACE = 1.0
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception in a worker, as text: the exception itself may not be picklable."""
+    """An exception in a worker, as text: the exception itself may not be picklable. place: where it was raised."""
 
     kind: str
     message: str
     trace: str
+    place: str
 
 
 class Channel:
@@ -105,7 +107,7 @@ def _answer(env: BatchedEnv, method: str, arguments: tuple[Any, ...]) -> bytes:
 
 
 def _failure(error: Exception) -> Failure:
-    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)), place_of(error))
 
 
 def _end_with_parent() -> None:

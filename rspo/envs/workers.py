@@ -26,7 +26,9 @@ from typing import Any
 import numpy as np
 
 from rspo.envs import EnvFactory, find_factory, make_env
-from rspo.envs.base import BatchedEnv, Info, PromptContext, StepResult, WorkerError
+from rspo.envs.base import BatchedEnv, EnvironmentValueError, Info, PromptContext, StepResult, WorkerError
+from rspo.envs.losses import LossLog
+from rspo.envs.returned import check_start, check_step
 from rspo.envs.worker_process import Channel, Failure, serve
 
 LIMIT = 3
@@ -183,6 +185,7 @@ class WorkerEnv(BatchedEnv):
         self.timeout = timeout
         self.lost_episodes = 0
         """Episodes that were lost since this object was made."""
+        self._failures = LossLog(logger)
         self.workers = [Worker(i, factory, options) for i in range(workers)]
         self._shares: list[Share] | None = None
         self._is_closed = False
@@ -218,7 +221,8 @@ class WorkerEnv(BatchedEnv):
         """Start one episode per pair.
 
         Raises ValueError when there are none or the lengths differ, ValueError or TypeError that the environment
-        raises, and WorkerError for any other exception or a worker that is lost again and again.
+        raises, EnvironmentValueError for values that the contract does not allow, and WorkerError for any other
+        exception or a worker that is lost again and again.
         """
         if len(tasks) == 0:
             raise ValueError("tasks must hold at least one task; got none")
@@ -226,7 +230,8 @@ class WorkerEnv(BatchedEnv):
             raise ValueError(f"seeds must be as many as tasks ({len(tasks)}); got {len(seeds)}")
         bounds = np.linspace(0, len(tasks), min(len(self.workers), len(tasks)) + 1).round().astype(int).tolist()
         shares = [Share(*share) for share in zip(self.workers, bounds[:-1], bounds[1:], strict=False)]
-        answers = self._begin("reset", [(s, (tasks[s.start : s.stop], seeds[s.start : s.stop])) for s in shares])
+        found = self._begin("reset", [(s, (tasks[s.start : s.stop], seeds[s.start : s.stop])) for s in shares])
+        answers = [check_start(self, answer, s.stop - s.start) for answer, s in zip(found, shares, strict=True)]
         self._terminated, self._truncated = np.zeros(len(tasks), bool), np.zeros(len(tasks), bool)
         self._observations = [observation for observations, _ in answers for observation in observations]
         self._infos = [info for _, infos in answers for info in infos]
@@ -237,7 +242,8 @@ class WorkerEnv(BatchedEnv):
         """Advance every episode by one action; see `BatchedEnv.step`.
 
         Raises RuntimeError before the first reset, ValueError when the number of actions is not that of the episodes,
-        TypeError when an action is not a string, WorkerError for a worker that is lost again and again.
+        TypeError when an action is not a string, WorkerError for a worker that is lost again and again,
+        EnvironmentValueError for values that the contract does not allow.
         """
         shares = self._started("step")
         if isinstance(actions, str) or not all(isinstance(action, str) for action in actions):
@@ -248,9 +254,13 @@ class WorkerEnv(BatchedEnv):
         asked = [share for share in shares if not share.is_lost]
         answers = self._exchange([(share, "step", (actions[share.start : share.stop],)) for share in asked])
         for share, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Failure) and answer.kind == EnvironmentValueError.__name__:
+                raise EnvironmentValueError(answer.message)
             if isinstance(answer, Lost | Failure):
                 self._lose(share, answer)
                 continue
+            running = np.flatnonzero(~(self._terminated | self._truncated)[share.start : share.stop]).tolist()
+            answer = check_step(self, answer, share.stop - share.start, running)
             share.worker.losses_in_a_row = 0
             here = slice(share.start, share.stop)
             self._observations[here], rewards[here], self._terminated[here], self._truncated[here], infos = answer
@@ -295,7 +305,8 @@ class WorkerEnv(BatchedEnv):
         asked = [(share, (part,)) for share, (_, _, part) in zip(shares, state.shares, strict=True) if part is not None]
         self._observations, self._infos = list(state.observations), list(state.infos)
         self._terminated, self._truncated = state.terminated.copy(), state.truncated.copy()
-        for (share, _), (observations, infos) in zip(asked, self._begin("restore", asked), strict=True):
+        for (share, _), answer in zip(asked, self._begin("restore", asked), strict=True):
+            observations, infos = check_start(self, answer, share.stop - share.start, "restore")
             self._observations[share.start : share.stop] = observations
             self._infos[share.start : share.stop] = infos
         self._shares = shares
@@ -375,23 +386,32 @@ class WorkerEnv(BatchedEnv):
         self._truncated[unfinished] = True
         share.is_lost = True
         self.lost_episodes += len(unfinished)
-        reason = answer.reason if isinstance(answer, Lost) else f"raised an exception:\n{answer.trace.rstrip()}\n"
-        self._restart(share.worker, reason, f"{len(unfinished)} unfinished episodes are cut off and left out")
+        consequence = f"{len(unfinished)} unfinished episodes are cut off and left out"
+        if isinstance(answer, Lost):
+            self._restart(share.worker, answer.reason, consequence)
+        else:
+            self._restart(share.worker, f"raised {answer.kind}: {answer.message}", consequence, answer)
 
-    def _restart(self, worker: Worker, reason: str, consequence: str) -> None:
+    def _restart(self, worker: Worker, reason: str, consequence: str, failure: Failure | None = None) -> None:
         worker.stop()
         worker.losses_in_a_row += 1
         text = f"environment worker {worker.index} {reason}"
         if worker.losses_in_a_row >= LIMIT:
-            raise WorkerError(f"{text}; it was lost {LIMIT} times in a row without a finished step in between")
-        logger.warning("%s; %s, and it is started again", text, consequence)
+            trace = f"\n{failure.trace.rstrip()}" if failure else ""
+            raise WorkerError(f"{text}; it was lost {LIMIT} times in a row without a finished step in between{trace}")
+        text = f"{text}; {consequence}, and it is started again"
+        if failure is None:
+            logger.warning(text)
+        else:
+            self._failures.warn((failure.kind, failure.place), text, failure.trace)
         worker.start()
 
 
 def _raised(failure: Failure, share: Share) -> Exception:
     """The exception that a worker's environment raised when its episodes began."""
     where = f"environment worker {share.worker.index}, episodes {share.start} to {share.stop - 1}"
-    kind = {"ValueError": ValueError, "TypeError": TypeError}.get(failure.kind)
+    kinds = {kind.__name__: kind for kind in (ValueError, TypeError, EnvironmentValueError)}
+    kind = kinds.get(failure.kind)
     if kind is None:
         return WorkerError(f"{where}:\n{failure.trace}")
     return kind(f"{failure.message} (in {where})")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from ..batch import Batch
 from ..config import EstimatorConfig
 from ..trajectory import Trajectory
+
+_Truth = TypeVar("_Truth", bool, Tensor)
 
 
 class Estimator:
@@ -39,14 +42,22 @@ class Estimator:
         return batch
 
     def penalties(self, trajectory: Trajectory) -> np.ndarray:
-        """What turns pay for invalid actions, float32 [turns]."""
-        invalid = np.array([not turn.is_action_valid for turn in trajectory.turns], dtype=np.float32)
-        return invalid * np.float32(self.config.invalid_penalty)
+        """What turns pay for being invalid (`EstimatorConfig.invalid_penalty_on`), float32 [turns]."""
+        fine = [self._is_fine(turn.is_well_formed, turn.is_action_valid) for turn in trajectory.turns]
+        return np.float32(self.config.invalid_penalty) * ~np.array(fine, dtype=bool)
+
+    def batch_penalties(self, batch: Batch) -> Tensor:
+        """As `penalties`, of a batch's turns, float32 [turns]."""
+        fine = self._is_fine(batch.turn_well_formed, batch.turn_valid)
+        return self.config.invalid_penalty * (~fine).to(batch.rewards.dtype)
+
+    def _is_fine(self, well_formed: _Truth, valid: _Truth) -> _Truth:
+        return well_formed if self.config.invalid_penalty_on == "format" else valid
 
     def turn_rewards(self, batch: Batch) -> Tensor:
-        """Rewards of a batch's turns less what they pay for invalid actions, float32 [turns]."""
+        """Rewards of a batch's turns less what they pay for being invalid, float32 [turns]."""
         last = torch.cumsum(batch.turn_lengths, 0) - 1
-        return batch.rewards[last] - self.config.invalid_penalty * (~batch.turn_valid).to(batch.rewards.dtype)
+        return batch.rewards[last] - self.batch_penalties(batch)
 
 
 def labels(trajectory: Trajectory) -> np.ndarray:

@@ -17,7 +17,7 @@ class PPO(Estimator):
     """Advantages and returns by GAE, made when a batch is trained on, from the trained agent's own critic: replayed
     trajectories are valued by it too, and whitening is over the mixed batch.
 
-    `level` says what GAE steps through (`EstimatorConfig`). A turn pays for its invalid action in its own reward.
+    `level` says what GAE steps through (`EstimatorConfig`). A turn pays for being invalid in its own reward.
     """
 
     needs_critic = True
@@ -67,10 +67,9 @@ class PPO(Estimator):
 
     def _inside_turns(self, batch: Batch, values: Tensor, bootstrap: Tensor) -> tuple[Tensor, Tensor]:
         """Each turn ends with its trajectory's total reward and nothing after it."""
-        penalty = self.config.invalid_penalty * (~batch.turn_valid).to(batch.rewards.dtype)
         totals = batch.rewards.new_zeros(int(batch.turn_trajectory.max()) + 1)
         totals.index_add_(0, batch.turn_trajectory[batch.token_turn], batch.rewards)
-        rewards = _at_last_tokens(totals[batch.turn_trajectory] - penalty, batch)
+        rewards = _at_last_tokens(totals[batch.turn_trajectory] - self.batch_penalties(batch), batch)
         return self._gae(rewards, values, batch.trajectory_segments(), "turn", None)
 
 

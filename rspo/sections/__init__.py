@@ -4,7 +4,7 @@ from .checks import ConfigError
 from .engine import SERVERS, EngineConfig
 from .estimator import ESTIMATORS, GROUP_ESTIMATORS, METHODS, CriticConfig, EstimatorConfig
 from .optimizer import OptimizerConfig
-from .policy import ATTENTION, DTYPES, AdapterConfig, PolicyConfig, WarmupConfig
+from .policy import ATTENTION, DTYPES, RESERVED_TEMPLATE_NAMES, AdapterConfig, PolicyConfig, WarmupConfig
 from .rewards import RewardConfig, RewardModelConfig
 from .rollout import EnvConfig, RolloutConfig
 from .run import EvaluationConfig, ParallelConfig, RunConfig
@@ -16,6 +16,7 @@ __all__ = [
     "ESTIMATORS",
     "GROUP_ESTIMATORS",
     "METHODS",
+    "RESERVED_TEMPLATE_NAMES",
     "SERVERS",
     "AdapterConfig",
     "ConfigError",

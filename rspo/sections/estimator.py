@@ -12,6 +12,7 @@ GROUP_ESTIMATORS = ("grpo", "rloo", "gigpo")
 GAE_LEVELS = ("trajectory", "turn", "token")
 BACKBONES = ("own", "shared")
 SINGLETONS = ("zero", "raw")
+INVALID_TURNS = ("format", "refused")
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,13 @@ class EstimatorConfig:
     singleton: str = "zero"
     """Advantage of a group of one: 0, or the "raw" score."""
     invalid_penalty: float = 0.0
-    """Taken off the reward of a turn whose action was invalid, and off no other turn (the paper: 0.1). Off for the
+    """Taken off the reward of a turn that was invalid, and off no other turn (the paper: 0.1). Off for the
     tiny household model: while nearly all groups fail it is the only signal, and Adam makes any signal a large step,
     towards actions that are always accepted and lead nowhere."""
+    invalid_penalty_on: str = "refused"
+    """Turns that pay `invalid_penalty`: "format", responses that were badly formed (the paper's code base: tags
+    missing, Chinese letters), whatever the environment made of their action; "refused", also those whose action the
+    environment refused."""
     gamma: float | None = None
     """Discount. None: 0.95 for GiGPO's step returns, 1 for PPO and REINFORCE++."""
     step_weight: float = 1.0
@@ -53,6 +58,7 @@ class EstimatorConfig:
         checks = Checks("estimator", self)
         checks.one_of(SINGLETONS, "singleton")
         checks.at_least(0, "invalid_penalty", "step_weight")
+        checks.one_of(INVALID_TURNS, "invalid_penalty_on")
         checks.fraction("gamma", or_none=True)
         checks.fraction("lam")
         checks.one_of(GAE_LEVELS, "level")

@@ -18,7 +18,8 @@ class OptimizerConfig:
     grad_clip: float = 1.0
     """Largest norm of the gradient."""
     schedule: str = "constant"
-    """Learning rate over the run's A-updates, after the warm-up: constant, or falling to 0 linearly or by a cosine."""
+    """Learning rate over the run's A-updates, after the warm-up: constant, or falling to 0 linearly or by a cosine.
+    Agent B's updates go on from where A's stand, each a place further."""
     warmup_updates: int = 0
     """A-updates over which the learning rate rises from 0."""
     epochs: int = 1

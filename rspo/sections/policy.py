@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
 
 from .checks import SCHEDULES, SWITCHES, Checks, ConfigError
 
 ATTENTION = ("sdpa", "eager", "flash_attention_2")
+RESERVED_TEMPLATE_NAMES = (
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "sanitize_control_tokens",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "raise_exception",
+    "strftime_now",
+)
+"""What `apply_chat_template` of transformers takes for itself or gives a template."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,6 +58,9 @@ class PolicyConfig:
     chat: str = "auto"
     """A prompt is a user's message in the tokenizer's chat template: "auto": where there is a template; "on": one must
     be there in the tokenizer at `path`; "off": never."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What else the chat template is given, such as {enable_thinking: false} for Qwen3: names that it reads, in every
+    prompt, of training as of evaluation. A server with chat completions is sent them."""
     packing: str = "auto"
     """Forward passes over rows packed end to end, without padding: "on", "off", or "auto": with flash_attention_2,
     whose kernels skip what lies between rows. The other attentions compute and mask it, and are faster padded."""
@@ -46,14 +71,32 @@ class PolicyConfig:
         checks = Checks("policy", self)
         checks.one_of(DTYPES, "dtype")
         checks.one_of(ATTENTION, "attention")
-        try:
-            torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(
-                "policy.device must be 'cpu', 'cuda', 'cuda:N' (the GPU of that number), or another device of PyTorch,"
-                f" got {self.device!r}"
-            ) from error
+        _check_device_name(self.device)
         checks.one_of(SWITCHES, "packing", "fused", "chat")
+        if self.chat_template_kwargs:
+            self._check_template_kwargs()
+
+    def _check_template_kwargs(self) -> None:
+        """Whether the template reads them shows where there is one (`rspo.chat_templates`)."""
+        for name, value in self.chat_template_kwargs.items():
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ConfigError(f"policy.chat_template_kwargs: {name!r} cannot be the name of an argument")
+            if name in RESERVED_TEMPLATE_NAMES:
+                raise ConfigError(
+                    f"policy.chat_template_kwargs.{name} cannot be set: the chat template is given {name!r} by rspo or"
+                    " transformers"
+                )
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"policy.chat_template_kwargs.{name} must be a plain value, of JSON's types, got {value!r}"
+                ) from error
+        if self.chat == "off":
+            raise ConfigError(
+                f"policy.chat_template_kwargs={self.chat_template_kwargs} needs prompts in a chat template, got"
+                " policy.chat='off'"
+            )
 
     @property
     def packs(self) -> bool:
@@ -141,3 +184,19 @@ class WarmupConfig:
             band = getattr(self, name)
             if len(band) != 2 or not 0 <= band[0] < band[1] <= 1:
                 raise ConfigError(f"warmup.{name} must be (low, high) with 0 <= low < high <= 1, got {band}")
+
+
+def _check_device_name(device: str) -> None:
+    """Raises ConfigError for a name that PyTorch does not know, which is asked about unusual ones only: importing it
+    takes seconds."""
+    if re.fullmatch(r"cpu|cuda(:\d)?", device):
+        return
+    import torch
+
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(
+            "policy.device must be 'cpu', 'cuda', 'cuda:N' (the GPU of that number), or another device of PyTorch,"
+            f" got {device!r}"
+        ) from error

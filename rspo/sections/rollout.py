@@ -8,6 +8,7 @@ from typing import Any
 from .checks import SWITCHES, Checks
 
 LAYOUTS = ("per_turn", "conversation")
+STYLES = ("readable", "verl-agent")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,10 @@ class EnvConfig:
     """A registered name, or the path of a class of one's own."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
+    style: str = "readable"
+    """How an environment that has verl-agent's style (`alfworld`, `webshop`) talks where `options` name no
+    `prompt_style`: as it does by default ("readable"), or as "verl-agent", the paper's code base. Other environments
+    have no such choice."""
     history_length: int = 2
     """(observation, action) pairs that a prompt of the per_turn layout repeats (verl-agent: 2)."""
     layout: str = "per_turn"
@@ -34,6 +39,7 @@ class EnvConfig:
         checks.at_least(0, "workers", "history_length")
         checks.positive("worker_timeout")
         checks.one_of(LAYOUTS, "layout")
+        checks.one_of(STYLES, "style")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,9 @@ class RunConfig:
     threads: int | None = 1
     """CPU threads of PyTorch. One suits the tiny model, whose tensors are too small to share out, and makes results
     independent of the number of cores; None leaves the choice to PyTorch, for larger models on a CPU."""
+    reproducible: bool = True
+    """With `threads=1`, ask MKL for matrix products whose last bits do not depend on where in memory tensors lie, so
+    that a run on the CPU repeats bit for bit. An MKL_CBWR in the environment is left as it is."""
     report_to: tuple[str, ...] = ()
     """Where records go besides `metrics.jsonl`: "tensorboard", "wandb", "trackio", or the class path
     "package.module:Class" of an `rspo.reporters.Reporter` of one's own."""

@@ -1,7 +1,8 @@
 """Compact prompts: what an ALFWorld player sees, in few words of a closed vocabulary, for a small model.
 
 Words are lower case and separated by spaces, punctuation too. Things are listed by kind with their numbers ("mug 1 2"
-for "a mug 1, and a mug 2"), commands by verb. An action is written as the game takes it: "move mug 1 to desk 1".
+for "a mug 1, and a mug 2"), commands by verb. An action is written as the game takes it: "move mug 1 to desk 1", or
+"put mug 1 in/on desk 1" in games of before alfworld 0.4, where "in/on" is one word.
 """
 
 from __future__ import annotations
@@ -14,25 +15,28 @@ from pathlib import Path
 from ..base import PromptContext
 from .game_text import Each, Expression, Literal, Rule, Symbol, parse_grammar
 from .games import TASK_TYPES
+from .placing import OLD_TEXTS
 from .speed import NOTHING_HAPPENS
 from .upstream import alfworld
 
 UNKNOWN = "unknown"
 """Stands for what is not in the vocabulary, in an action that a model has made up."""
 
-NUMBERS = 60
-"""Things of a kind are numbered from 1; the official games have up to 27."""
+NUMBERS = 100
+"""Things of a kind are numbered from 1; the official games have up to 27, and up to 59 locations ("loc 59")."""
 
 ACTION_WORDS = 8
 """Words of a past action that are shown; those of the game have up to 7."""
 
 _OWN_WORDS = ("actions", "do", "now", "task", "then", UNKNOWN)
 _PUNCTUATION = (",", ".", ":", ";")
-_WORD = re.compile(r"[a-z0-9']+|[^\sa-z0-9']")
+_WORD = re.compile(r"in/on|[a-z0-9']+|[^\sa-z0-9']")
 _LIST = re.compile(r"you see (a .+?)(?=\.|$)", re.DOTALL)
 _ARTICLE = re.compile(r"^(?:and )?an? ")
 _ROOM = "you are in the middle of a room"
-_COMMAND = re.compile(r"(take|move|heat|clean|cool|slice) (.+) (from|to|with) (.+)|(go to|open|close|examine|use) (.+)")
+_COMMAND = re.compile(
+    r"(take|move|put|heat|clean|cool|slice) (.+) (from|to|in/on|with) (.+)|(go to|open|close|examine|use) (.+)"
+)
 
 
 def compact_prompt(context: PromptContext) -> str:
@@ -107,7 +111,8 @@ def known_words(action: str) -> str:
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
-    """All words of compact prompts and of actions, sorted: from the package's grammar and its names of things."""
+    """All words of compact prompts and of actions in games of either grammar, sorted: from the package's grammar and
+    its names of things."""
     constants, library = alfworld("gen.constants"), alfworld("gen.goal_library")
     info = alfworld("info")
     grammar = parse_grammar(Path(info.ALFRED_TWL2_PATH).read_text(encoding="utf-8"))
@@ -115,7 +120,7 @@ def vocabulary() -> tuple[str, ...]:
     texts += [text for pair in grammar.actions.values() for symbols in pair for text in _literals(symbols)]
     texts += [re.sub(r"\{\w+\}", " ", template) for kind in TASK_TYPES for template in library.gdict[kind]["templates"]]
     names = {*constants.OBJECTS, *constants.RECEPTACLES, *constants.VAL_RECEPTACLE_OBJECTS}
-    texts += [NOTHING_HAPPENS, _ROOM]
+    texts += [NOTHING_HAPPENS, _ROOM, *OLD_TEXTS]
     words = {word for text in texts for word in _spaced(text).split()}
     words |= {name.lower() for name in names} | {str(number) for number in range(NUMBERS + 1)}
     return tuple(sorted(words.union(_OWN_WORDS, _PUNCTUATION)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from .placing import by_new_words
 from .progress import Game, named
 
 _VERBS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}
@@ -16,7 +17,9 @@ _TOOLS = {"isclean": ("sinkbasintype", "bathtubbasintype"), "ishot": ("microwave
 
 def direct_command(game: Game) -> str | None:
     """The next command on a direct way from the game's state to its goal, or None where there is none to be seen."""
-    return _Situation(game).command()
+    situation = _Situation(game)
+    command = situation.command()
+    return None if command is None else situation.commands[command]
 
 
 def win_directly(game: Game, commands: list[str], limit: int = 60) -> bool:
@@ -33,11 +36,11 @@ def win_directly(game: Game, commands: list[str], limit: int = 60) -> bool:
 
 
 class _Situation:
-    """What is where."""
+    """What is where. commands: those of the game by their new words, in which the way is worked out."""
 
     def __init__(self, game: Game) -> None:
         self.goal = game.goal
-        self.commands = set(game.commands)
+        self.commands = by_new_words(game.commands)
         facts: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
         for predicate, names in game.facts():
             facts[predicate].append(names)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..base import PromptContext
 from ..episodes import ExpertEnv, ExpertEpisode
-from ..wording import chat_reply
+from ..verl_agent import VERL_AGENT, VerlAgentStyle
 from .compact import compact_prompt, compact_reply, vocabulary
 from .direct_way import direct_command
 from .expert import FACTS, HandCodedExpert, Seen
@@ -31,20 +31,22 @@ _NOT_SHOWN = "help"
 class AlfworldEpisode(ExpertEpisode):
     """An episode of a game.
 
-    The first observation is without the game's greeting and the task, which has its own place.
+    The first observation is without the game's greeting and the task, which has its own place, unless `whole`.
 
     Args:
         path: the game file.
         task_type: its type.
         seed: of the expert's choices; the game itself has nothing random.
         fast: whether the fast layer plays it.
+        whole: whether the first observation is shown as the game says it.
     """
 
-    def __init__(self, path: Path, task_type: str, seed: int, fast: bool) -> None:
+    def __init__(self, path: Path, task_type: str, seed: int, fast: bool, whole: bool = False) -> None:
         self.path = path
         self.task_type = task_type
         self.seed = seed
         self.fast = fast
+        self.whole = whole
         self.actions: list[str] = []
         self._game: Game = FastGame(path) if fast else PlainGame(path)
         opening, _, task = self._game.observation.partition(_TASK)
@@ -54,7 +56,7 @@ class AlfworldEpisode(ExpertEpisode):
         self._progress = Progress(self._game)
         self._seen = [Seen("", self._game.observation, self._game.commands, tuple(self._game.facts(*FACTS)))]
         self._expert: HandCodedExpert | None = None
-        self._look(opening.replace(GREETING, "").strip())
+        self._look(self._game.observation if whole else opening.replace(GREETING, "").strip())
 
     def act(self, action: str) -> bool:
         """Take an action; True where it was among the admissible ones."""
@@ -95,7 +97,8 @@ class AlfworldEpisode(ExpertEpisode):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickled as what was done, so that another process can do it again."""
-        return _played_again, (self.path, self.task_type, self.seed, self.fast, tuple(self.actions), self.dense_reward)
+        how = (self.path, self.task_type, self.seed, self.fast, self.whole)
+        return _played_again, (how, tuple(self.actions), self.dense_reward)
 
     def _look(self, observation: str) -> None:
         self.observation = observation
@@ -105,9 +108,9 @@ class AlfworldEpisode(ExpertEpisode):
 
 
 def _played_again(
-    path: Path, task_type: str, seed: int, fast: bool, actions: Sequence[str], dense_reward: float
+    how: tuple[Path, str, int, bool, bool], actions: Sequence[str], dense_reward: float
 ) -> AlfworldEpisode:
-    episode = AlfworldEpisode(path, task_type, seed, fast)
+    episode = AlfworldEpisode(*how)
     for action in actions:
         episode.act(action)
     episode.dense_reward = dense_reward
@@ -121,7 +124,8 @@ class AlfworldEnv(ExpertEnv):
         variable ALFWORLD_DATA names.
     max_turns: actions allowed.
     outcome_scale: reward of the last turn of a won episode, 0 for any other turn.
-    prompt_style: "chat" or "compact" (`rspo.envs.alfworld.compact`).
+    prompt_style: "chat"; "compact" (`rspo.envs.alfworld.compact`); or "verl-agent" (`rspo.envs.verl_agent`), with
+        observations as the game says them.
     task_types: those that are played; by default all six of TASK_TYPES.
     eval_split: what `tasks("eval")` gives, "eval_in_distribution" or "eval_out_of_distribution".
     fast: whether games are played by the fast layer, which shows the same as TextWorld's environment.
@@ -144,6 +148,7 @@ class AlfworldEnv(ExpertEnv):
         " see what you stand at; what is closed must be opened first. You carry one thing at a time.",
         "Clean things at a sink, heat them with a microwave, cool them with a fridge, and use a lamp to look at them.",
     )
+    verl_agent = VerlAgentStyle("You are an agent in the household world of ALFRED.", tail=30)
 
     def __init__(
         self,
@@ -192,7 +197,8 @@ class AlfworldEnv(ExpertEnv):
                 continue
             try:
                 path = self.root / candidate.game / "game.tw-pddl"
-                return AlfworldEpisode(path, candidate.task_type, seed, self.fast)
+                whole = self.prompt_style == VERL_AGENT
+                return AlfworldEpisode(path, candidate.task_type, seed, self.fast, whole)
             except GameError as error:
                 self._broken.add(candidate.game)
                 logger.warning("skipped: %s; the next game of its split is played instead", error)
@@ -216,7 +222,7 @@ class AlfworldEnv(ExpertEnv):
         return compact_prompt(context)
 
     def render_reply(self, context: PromptContext) -> str:
-        return compact_reply(context) if self.prompt_style == "compact" else chat_reply(context)
+        return compact_reply(context) if self.prompt_style == "compact" else super().render_reply(context)
 
     def vocabulary(self) -> tuple[str, ...]:
         """All words of compact prompts and actions, sorted; the same for any data."""

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from .games import Goal
+from .placing import by_new_words, in_new_words
 from .upstream import alfworld
 
 FACTS = ("holds", "inreceptacle", "isclean", "ishot", "iscool")
@@ -70,13 +71,15 @@ class HandCodedExpert:
         self.steps += 1
         if self.is_lost:
             return
+        commands = by_new_words(seen.commands)  # the package's expert knows no others
         state = {
             "feedback": seen.observation,
-            "admissible_commands": seen.commands,
+            "admissible_commands": list(commands),
             "facts": [ExpertFact(*fact) for fact in seen.facts],
         }
-        # In the package, "put" ends the memory of what is held; games of this version say "move".
-        command = "put" + seen.command[4:] if seen.command.startswith("move ") else seen.command or "look"
+        command = in_new_words(seen.command) or "look"
+        # The other way round, only "put" ends its memory of what is held.
+        command = "put" + command[4:] if command.startswith("move ") else command
         before = random.getstate()
         random.seed(f"{self.seed} {self.steps}")
         try:
@@ -88,7 +91,8 @@ class HandCodedExpert:
             random.setstate(before)
         self._wishes[seen.observation, wanted] += 1
         self.is_lost = self._wishes[seen.observation, wanted] > LOOPS
-        self._wanted = wanted if wanted in seen.commands and wanted != seen.command else None
+        valid = commands.get(wanted)
+        self._wanted = valid if valid != seen.command else None
 
     def propose(self) -> str | None:
         """What it wants to do now; None where that is not valid, repeats the last command, or it is lost."""

@@ -26,6 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from ...folder_lock import LOCK_FILE, FolderLock
 from ...storage import write_text
 from .direct_way import win_directly
 from .games import GAME_FILE, TASK_TYPES, GameFile, read_goal
@@ -116,22 +117,23 @@ def generate_games(
     each = max(round(count * eval_share), 1)
     kinds = [kind for kind in TASK_TYPES if kind in task_types]
     folder = Path(out)
-    there = _open_folder(folder, {"seed": seed, "evaluation_games": each, "task_types": kinds})
-    splits = ["valid_seen"] * each + ["valid_unseen"] * each + ["train"] * (count - 2 * each)
-    started = time.monotonic()
-    result, used = Generated(), set(there.values())
-    with tqdm(total=count, desc="generating games", unit="game", disable=not progress) as bar:
-        for number, split in enumerate(splits):
-            kind = kinds[number % len(kinds)]
-            if number in there:
-                result.earlier += 1
-            else:
-                rng = random.Random(f"rspo alfworld {seed} {number}")
-                made = _make(rng, split == "valid_unseen", kind, used, result)
-                _write(folder / split / made.combination.folder, f"{TRIAL}{number:06d}", made)
-            result.made[split] += 1
-            result.by_type[kind] += 1
-            bar.update()
+    with FolderLock(folder):
+        there = _open_folder(folder, {"seed": seed, "evaluation_games": each, "task_types": kinds})
+        splits = ["valid_seen"] * each + ["valid_unseen"] * each + ["train"] * (count - 2 * each)
+        started = time.monotonic()
+        result, used = Generated(), set(there.values())
+        with tqdm(total=count, desc="generating games", unit="game", disable=not progress) as bar:
+            for number, split in enumerate(splits):
+                kind = kinds[number % len(kinds)]
+                if number in there:
+                    result.earlier += 1
+                else:
+                    rng = random.Random(f"rspo alfworld {seed} {number}")
+                    made = _make(rng, split == "valid_unseen", kind, used, result)
+                    _write(folder / split / made.combination.folder, f"{TRIAL}{number:06d}", made)
+                result.made[split] += 1
+                result.by_type[kind] += 1
+                bar.update()
     result.seconds = time.monotonic() - started
     return result
 
@@ -150,7 +152,7 @@ def _open_folder(folder: Path, settings: dict[str, Any]) -> dict[int, Combinatio
             shutil.rmtree(part)
         trials = folder.glob(f"*/*/{TRIAL}*")
         return {int(path.name.removeprefix(TRIAL)): Combination.of_folder(path.parent.name) for path in trials}
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK_FILE for path in folder.iterdir())):
         raise ValueError(
             f"out must be a new or an empty folder, or one with generated games; {str(folder)!r} has something else in"
             f" it, and no {SETTINGS_FILE}"

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..base import PromptContext
 from ..episodes import ExpertEnv, ExpertEpisode
+from ..verl_agent import VERL_AGENT, VerlAgentStyle
 from ..wording import chat_prompt
 from .expert import expert_action, query_of
 from .goals import Goals, check_kind
@@ -20,6 +21,7 @@ from .loading import data_source, load_catalogue
 from .nouns import noun_tagger
 from .pages import SEARCH_ACTION, Pages, PageState
 from .reward import likeness, match, score_purchase
+from .text_pages import TextPages
 
 MATCH_WEIGHT = 0.8
 """Share of the dense reward that is paid for the product in front of the agent; the rest is for buying it."""
@@ -28,8 +30,8 @@ PROMPT_ACTIONS = 100
 COMPACT_HISTORY_WORDS = 16
 """Words of an earlier action that a compact prompt repeats."""
 
-_NOT_POSSIBLE = "That is not possible here.\n"
-_NOT_POSSIBLE_COMPACT = "failed\n"
+_NOT_POSSIBLE = {"chat": "That is not possible here.\n", "compact": "failed\n", VERL_AGENT: ""}
+"""What stands before the page after an action that was none, by prompt style."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ShopSettings:
     data: str
     goals: str
     nouns: str
-    compact: bool
+    style: str
     text_limit: int
     value_limit: int
 
@@ -58,9 +60,10 @@ class Shop:
             self.goals = Goals(self.catalogue.products, settings.goals)
         except ValueError as error:
             raise ValueError(f"{self.catalogue.source}: {error}") from error
-        self.pages = Pages(
+        pages = TextPages if settings.style == VERL_AGENT else Pages
+        self.pages = pages(
             self.catalogue,
-            compact=settings.compact,
+            compact=settings.style == "compact",
             text_limit=settings.text_limit,
             value_limit=settings.value_limit,
         )
@@ -104,7 +107,7 @@ class WebshopEpisode(ExpertEpisode):
         return True
 
     def expert_action(self) -> str:
-        return expert_action(self.shop.catalogue, self.goal, self.state)
+        return expert_action(self.shop.catalogue, self.goal, self.state, self.shop.pages.link)
 
     def copy(self) -> WebshopEpisode:
         twin = WebshopEpisode.__new__(WebshopEpisode)
@@ -123,8 +126,7 @@ class WebshopEpisode(ExpertEpisode):
 
     def _arrive(self, *, valid: bool) -> None:
         page = self.shop.pages.show(self.state)
-        failed = _NOT_POSSIBLE_COMPACT if self.shop.settings.compact else _NOT_POSSIBLE
-        self.observation = page.text if valid else failed + page.text
+        self.observation = page.text if valid else _NOT_POSSIBLE[self.shop.settings.style] + page.text
         self.anchor = page.anchor
         self.admissible_actions = () if self.ended else page.actions
 
@@ -165,9 +167,10 @@ class WebshopEnv(ExpertEnv):
     goals: "synthetic" or "human"; see `goals.Goals` for their order and split.
     max_turns: actions allowed.
     outcome_scale: reward of the last turn of a won episode, 0 for any other turn.
-    prompt_style: "chat", whole pages for a pre-trained model; or "compact", short ones for a small model.
+    prompt_style: "chat", whole pages for a pre-trained model; "compact", short ones for a small model; or "verl-agent",
+        the original's text mode with its rules of what can be done (see `text_pages`), and its page as the anchor.
     nouns: how the type in a score finds nouns; see `nouns.noun_tagger`.
-    text_limit: characters shown of a description, of features or of reviews.
+    text_limit: characters shown of a description, of features or of reviews; "verl-agent" has no limits.
     value_limit: values shown of an option; the others can be clicked all the same.
 
     Raises ValueError when an argument is out of its range, no data is named, or it is damaged or incomplete;
@@ -183,6 +186,7 @@ class WebshopEnv(ExpertEnv):
         "Find a product that is all that you were asked for and within the price, choose the right options on its page,"
         " then click[buy now]. You can buy only once.",
     )
+    verl_agent = VerlAgentStyle("You are an autonomous agent in the online shop WebShop.", tail=20)
 
     def __init__(
         self,
@@ -199,8 +203,7 @@ class WebshopEnv(ExpertEnv):
         for name, limit in (("text_limit", text_limit), ("value_limit", value_limit)):
             if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {limit!r}")
-        compact = prompt_style == "compact"
-        self.shop = shop_of(ShopSettings(data_source(data), goals, nouns, compact, text_limit, value_limit))
+        self.shop = shop_of(ShopSettings(data_source(data), goals, nouns, prompt_style, text_limit, value_limit))
 
     def tasks(self, split: str = "train") -> Sequence[int]:
         """The numbers of a split's goals. Raises ValueError for another split than "train" and "eval"."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from .catalogue import Catalogue, Product
@@ -32,12 +32,14 @@ def query_of(instruction: str) -> str:
     return _OPENING.sub("", text, count=1) or text
 
 
-def expert_action(catalogue: Catalogue, goal: Goal, state: PageState) -> str:
+def expert_action(catalogue: Catalogue, goal: Goal, state: PageState, link: Callable[[str, str], str] = link_of) -> str:
     """The next action towards buying the goal's product with the goal's options, from any state but "bought".
 
     It searches with `query_of`, pages through the results to the product, opens it, chooses its options and buys.
     Where that query does not find the product it searches with the whole instruction, and at last with the product's
     title, which it knows from elsewhere. From anywhere else it goes back.
+
+    link: the text of the link that chooses an option's value (name, value).
     """
     target = goal.product.asin.lower()
     if state.kind == "search":
@@ -45,7 +47,7 @@ def expert_action(catalogue: Catalogue, goal: Goal, state: PageState) -> str:
     if state.is_at_product and state.code == target:
         if state.kind != "item":
             return "click[< prev]"
-        return f"click[{next(_links_left(goal, state), 'buy now')}]"
+        return f"click[{next(_links_left(goal, state, link), 'buy now')}]"
     place = _place(catalogue, state.query, goal.product)
     if place is None:
         return "click[back to search]"
@@ -69,12 +71,12 @@ def _place(catalogue: Catalogue, query: str, product: Product) -> int | None:
     return found.index(product) if product in found else None
 
 
-def _links_left(goal: Goal, state: PageState) -> Iterator[str]:
+def _links_left(goal: Goal, state: PageState, link: Callable[[str, str], str]) -> Iterator[str]:
     """Links of the option values still to be chosen."""
     chosen = dict(state.chosen)
     for name, value in wanted_values(goal).items():
         if chosen.get(name) != value:
-            yield link_of(name, value)
+            yield link(name, value)
 
 
 @lru_cache(maxsize=1 << 14)

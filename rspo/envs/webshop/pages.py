@@ -53,17 +53,18 @@ class PageState:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a page shows: text, `anchor` (the same for the same page with the same options chosen), links by their
-    text."""
+    """What a page shows: text, `anchor` (what tells states apart), links by their text; `listed`: what can be done,
+    where that is not a click on each link."""
 
     text: str
     anchor: str
     links: dict[str, PageState]
+    listed: tuple[str, ...] = ()
 
     @property
     def actions(self) -> tuple[str, ...]:
         """What can be done: clicks, and SEARCH_ACTION where that is all."""
-        return tuple(f"click[{text}]" for text in self.links) or (SEARCH_ACTION,)
+        return self.listed or tuple(f"click[{text}]" for text in self.links) or (SEARCH_ACTION,)
 
 
 def parse_action(action: str) -> tuple[str, str] | None:
@@ -102,6 +103,10 @@ class Pages:
         if state.kind != "search" or not 0 < len(text) <= MAX_QUERY or f"search[{text}]" == SEARCH_ACTION:
             return None
         return PageState("results", text)
+
+    def link(self, name: str, value: str) -> str:
+        """The text of the link that chooses an option's value."""
+        return link_of(name, value)
 
     def _show(self, state: PageState) -> Page:
         """A state's page. (Called through `show`, which remembers pages.)"""

@@ -15,7 +15,8 @@ from trl import GRPOTrainer
 
 
 class Snapshot:
-    """Trainable weights and optimiser state, to be restored bit for bit; of sharded ones (FSDP2) this process's.
+    """Trainable weights, optimiser state and the optimiser's settings (learning rates among them), to be restored bit
+    for bit; of sharded ones (FSDP2) this process's.
 
     Args:
         model: whose weights.
@@ -31,6 +32,10 @@ class Snapshot:
             (parameter, {name: _copied(value, device) for name, value in values.items()})
             for parameter, values in optimizer.state.items()
         ]
+        self.settings = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -43,6 +48,8 @@ class Snapshot:
             # Into the tensors that are there, on whatever device they are.
             places = now.get(parameter, {})
             self.optimizer.state[parameter] = {name: _put_back(x, places.get(name)) for name, x in values.items()}
+        for group, settings in zip(self.optimizer.param_groups, self.settings, strict=True):
+            group.update({name: _put_back(value, group.get(name)) for name, value in settings.items()})
 
 
 def _copied(value: Any, device: str | None) -> Any:

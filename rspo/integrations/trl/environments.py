@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
+from rspo.control_tokens import without_usual_control_tokens
 from rspo.envs import PromptContext, make_env
 from rspo.envs.base import Info
+from rspo.envs.returned import reset_checked, step_checked
 from rspo.envs.wording import HOW_TO_ANSWER
 
 HOW_TO_ACT = "Call the tool `act` with exactly one of the actions above."
@@ -48,7 +50,7 @@ class EnvironmentTool:
         """
         if task is None or seed is None:
             raise ValueError("rows must have the columns 'task' and 'seed'; environment_dataset makes such a data set")
-        observations, infos = self.env.reset([self.env.tasks(split)[task]], [seed])
+        observations, infos = reset_checked(self.env, [self.env.tasks(split)[task]], [seed])
         self.outcome, self.dense_return, self.turns, self.is_over = 0.0, 0.0, 0, False
         self._take(infos[0])
         return _for_tools(self.env.render_opening(self._context(observations[0], infos[0])))
@@ -62,21 +64,24 @@ class EnvironmentTool:
         if self.is_over:
             raise ValueError(OVER)
         words = " ".join(str(action).lower().split())
-        observations, rewards, terminated, truncated, infos = self.env.step([words])
+        observations, rewards, terminated, truncated, infos = step_checked(self.env, [words])
         self.turns += 1
         self.outcome += float(rewards[0])
         self.dense_return += float(infos[0].get("dense_reward", 0.0))
         self.is_over = bool(terminated[0] or truncated[0])
         self._take(infos[0])
         if self.is_over:
-            return f"{observations[0]}\n{OVER}"
+            return f"{without_usual_control_tokens(observations[0])}\n{OVER}"
         return _for_tools(self.env.render_reply(self._context(observations[0], infos[0])))
 
     def _take(self, info: Info) -> None:
         self.won, self.task_score = bool(info["won"]), float(info["task_score"])
 
     def _context(self, observation: str, info: Info) -> PromptContext:
-        return PromptContext(info["task"], (), observation, tuple(info["admissible_actions"]), self.turns)
+        # The trainer puts these texts into its chat template; here the tokenizer is not known.
+        task, seen = without_usual_control_tokens(info["task"]), without_usual_control_tokens(observation)
+        admissible = tuple(map(without_usual_control_tokens, info["admissible_actions"]))
+        return PromptContext(task, (), seen, admissible, self.turns)
 
 
 def _for_tools(text: str) -> str:

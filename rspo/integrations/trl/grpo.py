@@ -17,7 +17,7 @@ from rspo_kernels import linear_policy_loss, linear_token_logprobs
 
 from .completions import CompletionBatch, side_by_side
 from .head import Read, WholeHead, head_of, make_readable
-from .settings import CLIPPED, divisor, loss_config
+from .settings import CLIPPED, default_args, divisor, loss_config
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class FusedGRPOTrainer(GRPOTrainer):
     importance sampling correction. Old and reference log-probs come from the same head, so that ratios begin at 1.
 
     Args:
-        model, reward_funcs, args, train_dataset, options: as GRPOTrainer takes them.
+        model, reward_funcs, args, train_dataset, options: as GRPOTrainer takes them. Without `args`: GRPOConfig's
+            defaults, in the folder "MODEL-GRPO".
         exact_metrics: compute metrics over all trained tokens, as TRL does. False: tokens without an advantage need no
             matmul in a loss without KL, and are left out of entropy and clip ratios.
 
@@ -62,8 +63,9 @@ class FusedGRPOTrainer(GRPOTrainer):
         exact_metrics: bool = True,
         **options: Any,
     ) -> None:
-        if args is not None:
-            loss_config(args)  # before a model is loaded
+        if args is None:
+            args = default_args(model, "GRPO")
+        loss_config(args)  # before a model is loaded
         super().__init__(model, reward_funcs, args, train_dataset, **options)
         self.exact_metrics = exact_metrics
         self.loss_config = loss_config(self.args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from accelerate.utils import gather_object
 from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.optimization import GreedyLR
 from trl import GRPOConfig
 
 from rspo.config import decay
@@ -22,7 +25,10 @@ from rspo.sections import SwapConfig
 from .agents import RewardColumns, Snapshot, metrics_under
 from .completions import CollectedCompletion, CompletionBatch, collected
 from .grpo import FusedGRPOTrainer, Part
-from .settings import divisor
+from .settings import default_args, divisor
+
+BY_EVALUATION = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
+"""Schedules that move by an evaluation's metrics, and not at an optimiser's step; transformers tells them apart so."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
     the share α = `swap.alpha` of the two. `max_steps` counts A's optimiser steps alone.
 
     Args:
-        model, args, options: as GRPOTrainer takes them.
+        model, options: as GRPOTrainer takes them.
+        args: as GRPOTrainer takes them; None: GRPOConfig's defaults, in the folder "MODEL-RSPO".
         reward_funcs: outcome rewards, of agent A. A completion whose sum is above 0 counts as success.
         dense_reward_funcs: dense rewards, of agent B. `args.reward_weights` has the weights of both, these last.
         train_dataset: with a length; B takes random rows of it.
@@ -68,7 +75,7 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
         model: Any,
         reward_funcs: Any,
         dense_reward_funcs: Any,
-        args: GRPOConfig,
+        args: GRPOConfig | None = None,
         train_dataset: Any = None,
         *,
         swap: SwapConfig | None = None,
@@ -78,6 +85,8 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
     ) -> None:
         self.swap = swap or SwapConfig()
         self.offload = offload
+        if args is None:
+            args = default_args(model, "RSPO")
         outcome, dense = _as_list(reward_funcs), _as_list(dense_reward_funcs)
         _check(args, self.swap, train_dataset, dense)
         super().__init__(model, [*outcome, *dense], args, train_dataset, **options)
@@ -108,26 +117,38 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
         model, gradients = self.model_wrapped, self.accelerator.gradient_state
         before = self._step, self._buffered_inputs, gradients.sync_gradients, self.current_gradient_accumulation_steps
         agent_a = Snapshot(model, self.optimizer, "cpu" if self.offload else None)
+        schedule = copy.deepcopy(self.lr_scheduler.state_dict())  # B goes on with a copy of its own
         self.dense_rewards.use(self)  # 5: set π_dense = π_θ
         if self.swap.fresh_optimizer:
             self.optimizer.state.clear()
+        rates: list[float] = []
         try:
             for _ in range(self.swap.k):  # 6
                 with metrics_under(self, "dense/"):
-                    self._update_b(model, self._prompts(self._tasks, rng))  # 7-9
+                    rates += self._update_b(model, self._prompts(self._tasks, rng))  # 7-9
+            if not any(rates):
+                warnings.warn(
+                    f"agent B learns nothing in the loop at step {self.state.global_step}: the schedule's learning rate"
+                    f" is 0 at all of its {len(rates)} optimiser steps",
+                    stacklevel=2,
+                )
             self.outcome_rewards.use(self)
             with metrics_under(self, "collect/"):
                 for _ in range(self.swap.buffer_tasks // self._tasks):
                     self.buffer.add(self._collect(self._prompts(self._tasks, rng)))  # 11
         finally:
             self.outcome_rewards.use(self)
+            # The schedule first: some write learning rates as they load, and A's own are put back after that.
+            self.lr_scheduler.load_state_dict(schedule)
             agent_a.restore()
             self._weights_moved()
             self._step, self._buffered_inputs, sync, self.current_gradient_accumulation_steps = before
             gradients._set_sync_gradients(sync)
 
-    def _update_b(self, model: nn.Module, prompts: list[dict[str, Any]]) -> None:
-        """Lines 7 to 9: what transformers and TRL do in an update, without schedule, callbacks and counters."""
+    def _update_b(self, model: nn.Module, prompts: list[dict[str, Any]]) -> list[float]:
+        """Lines 7 to 9: what transformers and TRL do in an update, without callbacks and counters. Returns the learning
+        rate of each optimiser step."""
+        rates = self._metrics["train"]["learning_rate"]
         window = self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         self._step, self._buffered_inputs, self._replay = 0, None, []
         self._weights_moved()
@@ -140,7 +161,11 @@ class RSPOGRPOTrainer(FusedGRPOTrainer):
                 if self.args.max_grad_norm > 0:
                     self._clip_grad_norm(model)
                 self.optimizer.step()
+                rates.append(self._get_learning_rate())
+                if not isinstance(self.lr_scheduler, BY_EVALUATION):
+                    self.lr_scheduler.step()
                 model.zero_grad()
+        return rates[-self._micro_steps // window :]
 
     @torch.no_grad()
     def _collect(self, prompts: list[dict[str, Any]]) -> list[CollectedCompletion]:

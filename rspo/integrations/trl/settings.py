@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from trl import GRPOConfig
+from trl.trainer.utils import get_config_model_id
 
 from rspo_kernels import PolicyLossConfig
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*CLIPPED, "cispo", "sapo")
 LEVELS = ("token", "sequence")
+
+
+def default_args(model: Any, method: str) -> GRPOConfig:
+    """What TRL takes where no arguments are given: the defaults, in a folder that is named after the model, a name or
+    a model object, and the method."""
+    name = model if isinstance(model, str) else get_config_model_id(model.config)
+    return GRPOConfig(f"{name.split('/')[-1]}-{method}")
 
 
 def loss_config(args: GRPOConfig) -> PolicyLossConfig:

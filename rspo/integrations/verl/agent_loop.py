@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import threading
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from ...engines.base import Generation
 from ...envs import BatchedEnv, make_env
+from ...envs.base import EnvironmentValueError
+from ...envs.losses import LossLog, place_of
 from ...layouts import make_layout
 from ...rollout import rollout
 from ...sections import ConfigError
@@ -28,6 +31,7 @@ from ...timing import PhaseTimer
 from ...trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
+_failures = LossLog(logger)
 
 MAX_EPISODES = 1024
 """Episodes of one worker process that run at once; each holds a thread, which mostly waits for its response."""
@@ -46,7 +50,8 @@ class EnvAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """Play the episode. kwargs: the row's task_index, split and seed.
 
-        Raises ConfigError where a prompt is longer than `rollout.prompt_length`.
+        Raises ConfigError where a prompt is longer than `rollout.prompt_length`, or where the chat template does not
+        read what `data.apply_chat_template_kwargs` gives it.
         """
         timer, loop = PhaseTimer(), asyncio.get_running_loop()
         trajectory = await loop.run_in_executor(_threads(), self._play, sampling_params, kwargs, loop, timer)
@@ -71,23 +76,25 @@ class EnvAgentLoop(AgentLoopBase):
     ) -> Trajectory:
         settings = self.config.rspo.env
         engine = ServerEngine(self.server_manager, self.tokenizer, sampling_params, self.rollout_config, loop)
+        texts = Texts(self.tokenizer, chat_template_kwargs=self.apply_chat_template_kwargs)
         pool = EnvPool.of(settings.name, json.dumps(OmegaConf.to_container(settings.options), sort_keys=True))
         env = pool.take()
         try:
             return rollout(
                 env,
                 engine,
-                make_layout(settings.layout, Texts(self.tokenizer), env),
+                make_layout(settings.layout, texts, env),
                 [env.tasks(row["split"])[int(row["task_index"])]],
                 [int(row["seed"])],
                 group_size=1,
                 history_length=settings.history_length,
                 timer=timer,
             )[0]
-        except Exception:
-            if engine.failed:
+        except Exception as error:
+            if engine.failed or isinstance(error, EnvironmentValueError):
                 raise
-            logger.exception("an episode of task %s was lost", row["task_index"])
+            text = f"an episode of task {row['task_index']} was lost: {error!r}"
+            _failures.warn((type(error).__name__, place_of(error)), text, traceback.format_exc())
             return Trajectory(task=str(row["task_index"]), group=0, index=0, truncated=True, lost=True)
         finally:
             pool.give_back(env)

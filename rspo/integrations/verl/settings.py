@@ -33,6 +33,7 @@ VERL_SETTINGS = {
     "optimizer.weight_decay": f"{ACTOR}.optim.weight_decay",
     "optimizer.grad_clip": f"{ACTOR}.optim.clip_grad",
     "optimizer.epochs": f"{ACTOR}.ppo_epochs",
+    "policy.chat_template_kwargs": "data.apply_chat_template_kwargs",
     "run.steps": "trainer.total_training_steps",
     "run.seed": "data.seed",
 }
@@ -69,6 +70,10 @@ def rspo_config(config: DictConfig) -> Config:
         raise ConfigError(f"rspo.env.name={result.env.name!r}: {error}") from error
     if make_estimator(result.estimator_name, result.estimator).needs_critic:
         raise ConfigError(f"rspo.base={result.estimator_name!r} needs a critic, which RSPO on verl does not train")
+    if result.env.style != "readable":
+        raise ConfigError(
+            f"rspo.env.style must be 'readable' on verl, got {result.env.style!r}: set rspo.env.options.prompt_style"
+        )
     if result.swap.source == "history":
         raise ConfigError(
             "rspo.swap.source must be 'dense' or 'outcome' on verl, got 'history': its buffer would have to outlive"
@@ -114,4 +119,4 @@ def _of_verl(config: DictConfig, name: str, place: str) -> Any:
         if value not in KL_ESTIMATORS:
             raise ConfigError(f"{place} must be one of {', '.join(KL_ESTIMATORS)} with RSPO on verl, got {value!r}")
         return KL_ESTIMATORS[value]
-    return value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -102,13 +102,10 @@ def first_order_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Call
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        present = [i for i, grad in enumerate(results) if grad is not None]
+        present = [grad.detach().requires_grad_() for grad in results if grad is not None]
         reached = [x for x in (*getattr(ctx, "inputs", ()), *grads) if x is not None and x.requires_grad]
-        guarded = _NoSecondOrder.apply(len(present), *(results[i].detach().requires_grad_() for i in present), *reached)
-        out = list(results)
-        for i, grad in zip(present, guarded, strict=True):
-            out[i] = grad
-        return tuple(out)
+        guarded = iter(_NoSecondOrder.apply(len(present), *present, *reached))
+        return tuple(None if grad is None else next(guarded) for grad in results)
 
     return run
 

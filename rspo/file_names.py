@@ -1,0 +1,10 @@
+"""Names in the folders of runs and checkpoints by which they are told apart, before torch is imported."""
+
+STATE_FILE = "state.json"
+"""In a checkpoint: counters and random streams."""
+START = "start"
+"""Under which a run's folder keeps the start policy, where `policy.path` does not name it."""
+START_MARK = "made_for_a_run"
+"""A file in that folder, by which it is told from a model that someone else put there."""
+METRICS_FILE = "metrics.jsonl"
+"""In a run's folder: its records."""
