@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from . import checks
 from .backends import BACKENDS
 from .backends.operators import ops
+from .backends.operators.registry import lead_to
 
 
 def token_logprobs(
@@ -92,6 +93,7 @@ def token_logprobs(
         validate,
         backend,
     )
+    lead_to(logp, rows)
     if with_entropy:
         return logp.reshape(lead), entropy.reshape(lead)
     return logp.reshape(lead)
@@ -171,6 +173,7 @@ def linear_token_logprobs(
         chunk_rows,
         backend,
     )
+    lead_to(logp, hidden, weight, bias)
     if with_entropy:
         return logp.reshape(lead), entropy.reshape(lead)
     return logp.reshape(lead)
@@ -206,10 +209,18 @@ def as_batch(logits: Tensor, inplace: bool) -> Tensor:
 
 def _may_overlap(x: Tensor) -> bool:
     """Whether two elements can lie at one address: unless each stride steps over all that the smaller ones reach."""
+    if x.numel() == 0:
+        return False
     reach = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return x.numel() > 0
-            reach += (size - 1) * stride
+    dims = [i for i in range(x.dim()) if x.shape[i] > 1]
+    while dims:
+        # By hand, since torch.compile cannot sort sizes that it does not know.
+        smallest = dims[0]
+        for i in dims[1:]:
+            if x.stride(i) < x.stride(smallest):
+                smallest = i
+        if x.stride(smallest) <= reach:
+            return True
+        reach += (x.shape[smallest] - 1) * x.stride(smallest)
+        dims.remove(smallest)
     return False

@@ -159,6 +159,8 @@ class LossInputs:
             raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
         if normalizer.is_complex() or normalizer.dtype == torch.bool:
             raise TypeError(f"normalizer must be a real number, got {normalizer.dtype}")
+        if normalizer.device.type != "cpu":
+            checks.same_device("normalizer", normalizer, self.kept.device, "the tokens")
         normalizer = normalizer.detach().to(self.kept.dtype)
         empty = ~self.kept.any() if num_tokens is None else num_tokens == 0
         valid = (normalizer > 0) & (normalizer < torch.inf)

@@ -12,6 +12,7 @@ from . import checks
 from .backends.common import compute_dtype
 from .backends.operators import ops
 from .backends.operators.fused import scale_
+from .backends.operators.registry import first_order_only, lead_to
 from .config import STATS, PolicyLossConfig
 from .logprobs import as_batch, batch_shape
 from .loss_inputs import LossInputs, TokenGrid, check_config, per_token
@@ -94,9 +95,9 @@ def policy_loss(
         config=config,
         backend=backend,
     )
-    loss_sum, _, _, stats = ops.policy_loss(
-        logp.reshape(-1), *inputs.operands(), entropy, **inputs.settings(), backend=backend
-    )
+    flat = logp.reshape(-1)
+    loss_sum, _, _, stats = ops.policy_loss(flat, *inputs.operands(), entropy, **inputs.settings(), backend=backend)
+    lead_to(loss_sum, flat, entropy)
     named = dict(zip(STATS, stats.unbind(), strict=True))
     return loss_sum / inputs.denominator(normalizer, named["num_tokens"]), named
 
@@ -168,6 +169,7 @@ def logits_policy_loss(
         loss, stats = _InplaceLogitsLoss.apply(rows, *arguments, *tail)
     else:
         loss, stats, _ = ops.logits_policy_loss(rows, *arguments, *tail)
+    lead_to(loss, rows)
     return loss, dict(zip(STATS, stats.unbind(), strict=True))
 
 
@@ -182,6 +184,7 @@ class _InplaceLogitsLoss(torch.autograd.Function):
         return loss, stats
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.grad is None:
             raise RuntimeError("logits_policy_loss with inplace=True allows one backward pass; its gradient is used up")
@@ -283,11 +286,13 @@ def linear_policy_loss(
         chunk_rows,
         backend,
     )
+    lead_to(loss, flat, weight, bias)
     return loss, dict(zip(STATS, stats.unbind(-1), strict=True))
 
 
 def _parts(parts: Tensor, targets: Tensor) -> Tensor:
     """The checked parts as bool [P, N]."""
+    checks.plain_tensor("parts", parts)
     if parts.dtype != torch.bool:
         raise TypeError(f"parts must be a bool tensor, got {parts.dtype}")
     if parts.dim() != targets.dim() + 1 or parts.shape[1:] != targets.shape:

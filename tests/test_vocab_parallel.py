@@ -79,6 +79,34 @@ def check_logprobs(rank, mine, backend):
         assert_close("gradient", local.grad, logits.grad[:, mine], rtol=1e-4, atol=1e-6)
 
 
+def check_default_start(rank, _, backend, sizes):
+    """Slices of any width find their place by themselves."""
+    vocab = sum(sizes)
+    hidden, weight = normal(4, N, WIDTH), normal(5, vocab, WIDTH)
+    targets, advantages = torch.arange(N) % vocab, normal(2, N)
+    spread = {"vocab_group": dist.group.WORLD, "backend": backend}
+    mine = weight.split(sizes)[rank].contiguous()
+    logits = hidden @ weight.T
+    local = logits.split(sizes, dim=1)[rank].contiguous()
+    expected = token_logprobs(logits, targets, backend=backend)
+    options = {"old_logp": expected - 0.1, "backend": backend}
+    loss, _ = logits_policy_loss(logits, targets, advantages, **options)
+    options |= spread
+    assert_close("logits", token_logprobs(local, targets, **spread), expected, rtol=1e-5, atol=1e-5)
+    assert_close("hidden", linear_token_logprobs(hidden, mine, targets, **spread), expected, rtol=1e-5, atol=1e-5)
+    for actual, _ in (
+        logits_policy_loss(local, targets, advantages, **options),
+        linear_policy_loss(hidden, mine, targets, advantages, **options),
+    ):
+        assert_close("loss", actual, loss, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(9, 8), (3, 14), (8, 8)])
+def test_first_tokens_of_unequal_slices(tmp_path, place, sizes):
+    device, backend = place
+    run_in_processes(tmp_path, device, check_default_start, backend, sizes)
+
+
 def check_losses(rank, mine, backend, config):
     hidden, weight, bias, targets = problem()
     bias = torch.nan_to_num(bias, neginf=-9.0)

@@ -219,6 +219,11 @@ def policy_loss(
     rows_needed = mask
     if not exact_stats and config.kl_coef == 0 and config.entropy_coef == 0:
         rows_needed = needed_rows(mask, adv, weights, segments)
+        # NaN must show, also where it would be multiplied by 0: in the sum of hidden states, or in a partner.
+        broken = ~head.hidden.sum(-1).isfinite() | weights.isnan()
+        for x in logps:
+            broken = broken if x is None else broken | x.isnan()
+        rows_needed = rows_needed | (mask & broken & (weights != 0))
     want_gradient = grads.want_hidden or grads.want_weight or grads.want_bias
 
     def loss_of(logp: Tensor, entropy: Tensor, rows: Tensor = rows_needed) -> tuple[Tensor, ...]:

@@ -84,7 +84,7 @@ class VocabParallel:
         keep = kept(targets, mask, transform)
         here = keep & _owned(targets, transform)
         column = torch.where(here, targets - transform.vocab_start, 0).long().unsqueeze(-1)
-        g = torch.where(logp == -torch.inf, 0.0, grad_logp)
+        g = torch.where((logp == -torch.inf) & ~grad_logp.isnan(), 0.0, grad_logp)
         slope = softcap_slope(logits.gather(-1, column).to(logp.dtype), transform).squeeze(-1)
         # The target's own gradient, g·(1 - p) - h·p·(log p + H), over what its slice makes of it.
         at_target = -torch.expm1(logp) * g

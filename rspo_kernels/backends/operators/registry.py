@@ -78,11 +78,11 @@ class _NoSecondOrder(torch.autograd.Function):
     """Gradients that say no when somebody differentiates them."""
 
     @staticmethod
-    def forward(*grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in tensors[:count])
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
 
     @staticmethod
@@ -102,10 +102,24 @@ def first_order_only(backward: Callable[..., tuple[Tensor | None, ...]]) -> Call
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
-        guarded = iter(_NoSecondOrder.apply(*(grad.detach().requires_grad_() for grad in results if grad is not None)))
+        present = [grad.detach().requires_grad_() for grad in results if grad is not None]
+        reached = [x for x in (*getattr(ctx, "inputs", ()), *grads) if x is not None and x.requires_grad]
+        guarded = iter(_NoSecondOrder.apply(len(present), *present, *reached))
         return tuple(None if grad is None else next(guarded) for grad in results)
 
     return run
+
+
+def lead_to(result: Tensor, *inputs: Tensor | None) -> None:
+    """Have the graph of the gradients of `result` lead back to the inputs, so that the error there cannot be missed.
+
+    What is kept of an input is an empty slice of it: where it stands in the graph, and not its memory.
+    """
+    # Compiled graphs refuse second derivatives by themselves.
+    if torch.compiler.is_compiling() or not isinstance(result.grad_fn, torch.autograd.function.BackwardCFunction):
+        return
+    node: Any = result.grad_fn
+    node.inputs = [x.narrow(0, 0, 0).clone() for x in inputs if x is not None and x.requires_grad]
 
 
 def config_arguments(config: PolicyLossConfig) -> dict[str, Any]:

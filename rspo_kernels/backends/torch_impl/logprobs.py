@@ -80,7 +80,7 @@ def token_logprobs_backward(
     Without targets every column is one that was not chosen (the targets' gradients are then written elsewhere).
     """
     # No direction for an impossible target; no distribution in an empty row.
-    g = torch.where(logp == -torch.inf, 0.0, grad_logp)
+    g = torch.where((logp == -torch.inf) & ~grad_logp.isnan(), 0.0, grad_logp)
     active = g != 0
     if grad_entropy is not None:
         h = torch.where(log_sum == -torch.inf, 0.0, grad_entropy)

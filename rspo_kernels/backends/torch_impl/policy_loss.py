@@ -1,9 +1,9 @@
 """The policy loss with its gradients and statistics, as element-wise operations on vectors of tokens.
 
 The formulas are those of config.PolicyLossConfig. Gradients are written out and chosen, never multiplied by 0: a
-clipped, clamped or masked token, or one of weight 0, has a gradient of exactly 0 whatever else it holds. NaN on any
-other token makes the loss and that token's gradient NaN. Choices between a number and 0 go
-by its bits (`only`): torch.where takes a branch for each element on the CPU, twenty times as long.
+masked token, or one of weight 0, has a gradient of exactly 0 whatever it holds, a clipped or clamped one whatever else
+it holds short of NaN, which makes the loss and the token's gradient NaN. Choices between a number and 0 go by its bits
+(`only`): torch.where takes a branch for each element on the CPU, twenty times as long.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def policy_loss_forward(
     loss_sum = only(w * loss, speaks).sum()
     shared = only(w * by_ratio, speaks)
     if segments is not None:
-        shared = segment_sums(shared, segments)[segments.index] * segments.share
+        # Masked tokens have no share, also not of NaN.
+        shared = only(segment_sums(shared, segments)[segments.index] * segments.share, kept_bits)
     # A target of probability 0 has no direction to move in.
     grad_logp = only(shared, bits(possible, dtype)) + only(w * direct, speaks)
 

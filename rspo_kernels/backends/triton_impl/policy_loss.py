@@ -13,13 +13,13 @@ takes BLOCK tokens and leaves one row of partial sums. The last program to finis
 in a fixed order: no float atomics, so two runs give the same bits. Where tokens share the ratio of a segment, a
 launch before makes the ratios and one after spreads their gradient (segment_ratios.py).
 
-Numerics: float32. Log-ratios are clamped before exp and gradients chosen by `where`, never multiplied by 0: a clipped,
-clamped or masked token, or one of weight 0, has a gradient of exactly 0 whatever else it holds. Log-probs of -inf
-count as -1e30. k3 = exp(d) - 1 - d is a series near 0, where the difference would have no digits left. NaN on any
-other token makes the loss and that token's gradient NaN: the clamps are told to let it through, which the hardware's
-do not by themselves, and what comparisons would choose away is added at the end.
+Numerics: float32. Log-ratios are clamped before exp and gradients chosen by `where`, never multiplied by 0: a masked
+token, or one of weight 0, has a gradient of exactly 0 whatever it holds, a clipped or clamped one whatever else but NaN
+it holds. Log-probs of -inf count as -1e30. k3 = exp(d) - 1 - d is a series near 0, where the difference would have no
+digits left. NaN makes the loss and the token's gradient NaN: the clamps let it through, which the hardware's would
+not by themselves, and what comparisons would choose away is added at the end.
 
-Compiled by Triton 3.7.1 for sm_90 (not yet timed on a GPU): 48 registers with the fewest options, 72 with RSPO's, 96
+Compiled by Triton 3.7.1 for sm_90 (not yet timed on a GPU): 56 registers with the fewest options, 72 with RSPO's, 106
 with all; 32-bit loads side by side, since N may be anything.
 """
 
@@ -267,8 +267,9 @@ def policy_loss_kernel(
     if p_entropy is not None:
         b_ent = tl.load(p_entropy + o_t, mask=b_keep, other=0.0).to(tl.float32)
         b_loss -= entropy_coef * b_ent
-        b_slope_of_entropy = tl.where(b_ent != b_ent, b_ent, -entropy_coef * b_w)
-        tl.store(p_grad_entropy + o_t, tl.where(b_w == 0.0, 0.0, b_slope_of_entropy), mask=b_inside)
+        b_taint = tl.where((b_ent != b_ent) & (b_w != 0.0), float("nan"), 0.0)
+        b_slope += b_taint
+        tl.store(p_grad_entropy + o_t, b_taint - entropy_coef * b_w, mask=b_inside)
     if p_segment is not None:
         tl.store(p_shared + o_t, b_shared, mask=b_inside)
     tl.store(p_grad_logp + o_t, b_slope, mask=b_inside)

@@ -149,7 +149,7 @@ def row_gradient(
     if TARGET:
         keep = keep & (target >= 0) & (target < n_valid)
     # No direction for a target of probability 0, no distribution in a row without a finite score.
-    g = tl.where(logp == float("-inf"), 0.0, g)
+    g = tl.where((logp == float("-inf")) & (g == g), 0.0, g)
     active = keep & (g != 0.0)
     if ENTROPY:
         h = tl.where(log_sum == float("-inf"), 0.0, h)
