@@ -14,6 +14,7 @@ from .config import ConfigError
 from .engines import expert_of
 from .envs.base import BatchedEnv, Info, PromptContext
 from .envs.returned import reset_checked, step_checked
+from .envs.wording import bare_action
 
 HELP = """Type an action as the environment takes it, or a whole response with its tags. Also:
   :actions   what can be done now
@@ -66,7 +67,7 @@ class Game:
         if "<action>" in response:
             action, well_formed = self.env.project(response)
         else:
-            action, well_formed = " ".join(response.lower().split()), True
+            action, well_formed = bare_action(response), True
         self.history.append((self.observation, action))
         self.actions.append(action)
         observations, rewards, terminated, truncated, infos = step_checked(self.env, [action])

@@ -41,9 +41,10 @@ class FaultyEnv(ParityEnv):
         if method != self.method or self._steps != self.turn or self.task not in self._tasks:
             return
         if self.marker:
-            if Path(self.marker).exists():
+            try:  # two workers may come to it at once
+                Path(self.marker).touch(exist_ok=False)
+            except FileExistsError:
                 return
-            Path(self.marker).touch()
         if self.fault == "raise":
             raise ZeroDivisionError("this environment is broken")
         if self.fault == "exit":

@@ -228,12 +228,20 @@ def test_chat_prompts(games: Path) -> None:
     (observation,), (info,) = env.reset(env.tasks()[:1], [0])
     context = PromptContext(info["task"], (), observation, tuple(info["admissible_actions"]), 0)
     prompt = env.render_prompt(context)
-    for part in (info["task"], observation, ", ".join(info["admissible_actions"]), "<think>", "<action>"):
+    offered = "".join(f"\n'{action}'" for action in info["admissible_actions"])
+    for part in (info["task"], observation, f"Actions you can choose from:{offered}\n", "<think>", "<action>"):
         assert part in prompt
     assert observation in env.render_reply(context)
+    assert f"Actions you can choose from:{offered}\n" in env.render_reply(context)
     action = info["admissible_actions"][0]
     assert env.project(f"<think>hm</think><action>{action.upper()}</action>") == (action, True)
     assert env.project("go somewhere") == ("go somewhere", False)
+    for written in (f"{action}.", f"'{action}'", f"'{action}.'", f'"{action}".', f" `{action}` . "):
+        projected, well_formed = env.project(f"<think>hm</think><action>{written}</action>")
+        assert (projected, well_formed) == (action, True)
+        env.reset(env.tasks()[:1], [0])
+        assert env.step([projected])[4][0]["is_action_valid"]
+    assert env.project("<think>hm</think><action>.</action>") == ("", False)
     assert env.project(env.render_action(action)) == (action, True)
 
 

@@ -228,7 +228,7 @@ def test_both_styles_of_prompt(example: ModuleType) -> None:
     chat = example.NumberEnv(max_turns=6)
     prompt = chat.render_prompt(context)
     assert prompt.startswith("You look for a hidden number between 1 and 32.\nYour task: find the number\n")
-    for part in ("Actions taken so far: 1.", "Turn 1. Observation: guess Action: 16", "lower than 16", "1, 2."):
+    for part in ("Actions taken so far: 1.", "Turn 1. Observation: guess Action: 16", "lower than 16", ":\n'1'\n'2'\n"):
         assert part in prompt
     assert chat.project("<think>half</think> <action> 7 </action>") == ("7", True)
     assert chat.project("<action>7</action>") == ("7", False), "a thought is part of a well-formed response"

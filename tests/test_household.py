@@ -653,7 +653,7 @@ def test_chat_prompt_has_every_part() -> None:
         for observation, earlier in history[-2:]:
             assert f"Observation: {observation} Action: {earlier}" in prompt
         assert f"Turn {turn + 1}, now. Observation: {observations[0]}" in prompt
-        assert ", ".join(admissible) in prompt
+        assert "".join(f"\n'{action}'" for action in admissible) in prompt
         assert all(tag in prompt for tag in ("<think>", "</think>", "<action>", "</action>"))
         history.append((observations[0], action))
         observations, _, _, _, infos = env.step([action])

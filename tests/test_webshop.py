@@ -505,10 +505,11 @@ def test_chat_prompt_and_projection() -> None:
     assert "Action: search[kite]" in prompt
     assert all(action in prompt for action in info["admissible_actions"])
     assert env.project("<think>so</think><action>Click[P001]</action>") == ("click[p001]", True)
+    assert env.project("<think>so</think><action>'search[kite].'</action>") == ("search[kite]", True)
     assert env.project(env.render_action("search[kite]")) == ("search[kite]", True)
     many = tuple(f"click[v{i}]" for i in range(PROMPT_ACTIONS + 7))
     prompt = env.render_prompt(PromptContext("t", (), "o", many, 0))
-    assert f"click[v{PROMPT_ACTIONS - 1}], or click another of 7 option values." in prompt
+    assert f"'click[v{PROMPT_ACTIONS - 1}]'\nor click another of 7 option values\n" in prompt
 
 
 def test_compact_prompt_is_short_and_says_what_matters() -> None:

@@ -222,8 +222,8 @@ class WebshopEnv(ExpertEnv):
         """As `EpisodeEnv.render_prompt`; a chat prompt lists PROMPT_ACTIONS actions at most."""
         left = len(context.admissible_actions) - PROMPT_ACTIONS
         if self.prompt_style == "chat" and left > 0:
-            shown = (*context.admissible_actions[:PROMPT_ACTIONS], f"or click another of {left} option values")
-            return chat_prompt(self.role, replace(context, admissible_actions=shown))
+            shown = replace(context, admissible_actions=context.admissible_actions[:PROMPT_ACTIONS])
+            return chat_prompt(self.role, shown, more_actions=f"or click another of {left} option values")
         return super().render_prompt(context)
 
     def compact_prompt(self, context: PromptContext) -> str:

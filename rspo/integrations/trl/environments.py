@@ -18,7 +18,7 @@ from rspo.control_tokens import without_usual_control_tokens
 from rspo.envs import PromptContext, make_env
 from rspo.envs.base import Info
 from rspo.envs.returned import reset_checked, step_checked
-from rspo.envs.wording import HOW_TO_ANSWER
+from rspo.envs.wording import HOW_TO_ANSWER, bare_action
 
 HOW_TO_ACT = "Call the tool `act` with exactly one of the actions above."
 OVER = "The episode is over."
@@ -63,7 +63,7 @@ class EnvironmentTool:
         """
         if self.is_over:
             raise ValueError(OVER)
-        words = " ".join(str(action).lower().split())
+        words = bare_action(str(action))
         observations, rewards, terminated, truncated, infos = step_checked(self.env, [words])
         self.turns += 1
         self.outcome += float(rewards[0])
