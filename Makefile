@@ -10,11 +10,18 @@ INTEGRATIONS := .venv/.integrations
 # A Python that is named is used as it is, with whatever torch it has.
 GIVEN := $(filter-out file default undefined,$(firstword $(origin PYTHON)))
 
-.PHONY: help demo test test-real check bench bench-all bench-report paper gpu-check clean
+# Where floating-point results of two ways to the same number are compared.
+NUMERIC := $(addprefix tests/test_,advantage_operators.py fused_losses.py group_advantages.py policy_loss.py \
+	rspo_agent_copies.py rspo_critic.py rspo_engines.py rspo_estimators.py rspo_fused_models.py rspo_hf.py rspo_layouts.py \
+	rspo_lora.py rspo_mixed_precision.py rspo_models.py rspo_replay.py rspo_reward_model.py rspo_update.py \
+	step_advantages.py token_logprobs.py trl.py verl_training.py)
+
+.PHONY: help demo test test-avx2 test-real check bench bench-all bench-report paper gpu-check clean
 
 help:
 	@echo "make demo    train a small agent with RSPO on the household environment and show what it learned (SEED=0)"
 	@echo "make test    run the whole test suite"
+	@echo "make test-avx2     the numeric tests as on a CPU with fewer instructions"
 	@echo "make test-real     train a real pre-trained model of 135 million weights for a few steps, on every environment"
 	@echo "make check   lint, types, the ahead-of-time compile check and the traffic of all Triton kernels, the README's figures"
 	@echo "make bench   the kernels beside other libraries, where a training step's time goes, memory traffic (10 minutes)"
@@ -51,6 +58,12 @@ demo: $(READY)
 # One thread a worker: the tests' tensors are small, and idle threads that spin slow the other workers down.
 test: $(INTEGRATIONS)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8
+
+# What PyTorch, oneDNN and MKL compute on a CPU without AVX-512, MKL by its plainest code: no test may depend on it.
+# Triton is interpreted in numpy here, which these do not change.
+test-avx2: $(INTEGRATIONS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 MKL_CBWR=COMPATIBLE \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 -k "not triton" $(NUMERIC)
 
 # The package that carries the model brings a program along that is not needed here.
 test-real: $(INTEGRATIONS)
