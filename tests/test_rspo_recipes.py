@@ -285,7 +285,9 @@ def test_a_folder_that_the_run_cannot_have_is_a_line(
 ) -> None:
     out = ("--policy", start, "--out", "run")
     stops(dry_run(capsys, *out))
-    (nothing_here / "run" / "checkpoints" / "step-000009").mkdir(parents=True)
+    checkpoint = nothing_here / "run" / "checkpoints" / "step-000009"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text("{}")
     save_config(apply_flags(default_config(), [f"policy.path={start}"]), nothing_here / "run" / "config.yaml")
     stops(dry_run(capsys, *out), "run already holds a run; choose another --out")
     stops(dry_run(capsys, *out, "--resume"))

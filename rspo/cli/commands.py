@@ -28,7 +28,7 @@ def run_train(parsed: argparse.Namespace) -> int:
     if parsed.resume and stored is not None and not stored.is_file():
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
-    if parsed.out is not None:
+    if parsed.out is not None and not parsed.dry_run:  # which lists it among its findings
         check_folder_place(parsed.out)
 
     from ..distributed import leave
