@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from rspo.config import Config, default_config
+from rspo.config import Config, default_config, measured_start
 from rspo.config_io import apply_flags
 from rspo.envs.household import VOCABULARY
 from rspo.runs import build_env, open_run, set_threads
@@ -60,7 +60,7 @@ SHORT_WARMUP = (
 
 def run(options: argparse.Namespace) -> Report:
     """Measure; `options.rounds` RSPO loops and as many times k GRPO updates, after some unmeasured ones."""
-    config = apply_flags(default_config("rspo"), [f"policy.device={options.device}", *options.set])
+    config = apply_flags(measured_start(default_config("rspo")), [f"policy.device={options.device}", *options.set])
     transformers_logging.disable_progress_bar()
     set_threads(config)
     torch.manual_seed(config.run.seed)

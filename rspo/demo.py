@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from .config import Config, default_config
+from .config import Config, default_config, measured_start
 from .config_io import apply_flags
 from .envs.base import BatchedEnv
 from .evaluate import play
@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     began = time.perf_counter()
     flags = [f"run.seed={parsed.seed}", f"run.steps={parsed.steps}", *parsed.set]
-    config = apply_flags(default_config("rspo"), flags)
-    print("First a start policy is cloned that hardly ever succeeds (about a minute), then RSPO+GRPO trains it.")
+    config = apply_flags(measured_start(default_config("rspo")), flags)
+    print("First a start policy is cloned that hardly ever succeeds (minutes), then RSPO+GRPO trains it.")
     folders = [_run(config, parsed.out)]
     if parsed.baseline:
         start = config.policy.path or parsed.out / "start"

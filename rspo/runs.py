@@ -35,7 +35,7 @@ from .envs.base import EnvironmentValueError
 from .envs.returned import reset_checked
 from .envs.workers import WorkerEnv
 from .estimators import make_estimator
-from .file_names import START, START_MARK
+from .file_names import START, START_MARK, WARMUP_FILE
 from .folder_lock import FolderLock
 from .lora import BASE_FILE, fingerprint, require_peft, require_whole_model
 from .model_checks import check_device, check_run
@@ -151,10 +151,12 @@ def start_policy(
 
     def make() -> None:
         if not cached.is_dir():
-            policy = given or fresh_start(config, env, progress=progress)
+            state = folder / WARMUP_FILE
+            policy = given or fresh_start(config, env, progress=progress, state=state)
             with new_folder(cached) as partial:
                 policy.save(partial)
                 (partial / START_MARK).touch()
+            state.unlink(missing_ok=True)
 
     ranks.from_main(make)
     if given is not None:
@@ -166,13 +168,17 @@ def start_policy(
     return load_policy(cached, config)
 
 
-def fresh_start(config: Config, env: BatchedEnv, *, progress: bool) -> Policy:
-    """The tiny model, warmed up on the environment. Raises ConfigError that `warm_up` raises, and for settings that it
-    could not be trained with."""
+def fresh_start(config: Config, env: BatchedEnv, *, progress: bool, state: Path | None = None) -> Policy:
+    """The tiny model, warmed up on the environment.
+
+    state: the file that `warm_up` keeps.
+
+    Raises ConfigError that `warm_up` raises, and for settings that it could not be trained with.
+    """
     check_small_dtype(config.policy)
     check_small_template(config.policy)
     check_small_targets(config)
-    return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress)[0]
+    return warm_up(env.local if isinstance(env, WorkerEnv) else env, config, progress=progress, state=state)[0]
 
 
 def untrained_policy(config: Config, env: BatchedEnv, ranks: Ranks, *, progress: bool) -> Policy:
@@ -355,7 +361,7 @@ def check_length(config: Config, done: int) -> None:
 
 def _prepare(folder: Path) -> None:
     prepare_folder(folder)
-    for leftovers in (CONFIG_FILE, BASE_FILE, START):
+    for leftovers in (CONFIG_FILE, BASE_FILE, START, WARMUP_FILE):
         tidy(folder, leftovers)
     tidy(folder / "checkpoints")
 

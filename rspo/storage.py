@@ -64,10 +64,15 @@ def _reason(error: BaseException) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write or replace a text file. Raises StorageError."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write or replace a file. Raises StorageError."""
     partial = _beside(path, PARTIAL)
     with writing(path):
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(partial, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from rspo.agent import Agent
 from rspo.batch import Batch
 from rspo.cli import main
 from rspo.collect import collect
-from rspo.config import Config, ConfigError
+from rspo.config import Config, ConfigError, default_config
 from rspo.config_io import apply_flags, load_config, save_config
 from rspo.engines import TransformersBackend
 from rspo.envs import make_env
@@ -33,7 +34,7 @@ from rspo.runs import START_MARK, open_run
 from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
-from rspo.warmup import INSIDE, demonstrations, measure, warm_up
+from rspo.warmup import BELOW, INSIDE, demonstrations, measure, warm_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -612,6 +613,43 @@ def test_warm_up_is_deterministic_and_measures_its_band(household: HouseholdEnv)
         warm_up(household, unreachable, progress=False)
     with pytest.raises(ConfigError, match=r"set policy\.path"):
         warm_up(ParityEnv(), config, progress=False)
+
+
+def test_a_warm_up_that_was_broken_off_goes_on(
+    household: HouseholdEnv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, state = small_config(*WARM, "warmup.max_updates=20"), tmp_path / "warmup.pt"
+    sides: list[int] = []
+
+    def measured(*_: Any) -> tuple[float, int]:
+        if not sides:
+            raise KeyboardInterrupt
+        return 0.0, sides.pop(0)
+
+    monkeypatch.setattr("rspo.warmup.measure", measured)
+    sides += [BELOW, BELOW, BELOW, INSIDE]
+    whole, _ = warm_up(household, config, progress=False)
+    sides += [BELOW, BELOW]
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(household, config, progress=True, state=state)
+    said = capsys.readouterr().err
+    assert "40 episodes are played, then up to 20 updates" in said
+    assert re.search(r"at most about \d+ (seconds|minutes); .* the same command goes on", said)
+    sides += [BELOW, INSIDE]
+    resumed, _ = warm_up(household, config, progress=False, state=state)
+    assert not sides, "two of four intervals were left"
+    for x, y in zip(whole.model.state_dict().values(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(x, y)
+    sides += [BELOW, BELOW, BELOW, INSIDE]
+    warm_up(household, apply_flags(config, ["run.seed=1"]), progress=False, state=state)
+    assert not sides, "of another seed nothing is taken up"
+
+
+def test_a_first_run_needs_few_updates_and_one_measurement() -> None:
+    settings = default_config().warmup
+    assert settings.max_updates * settings.batch_rows <= 160 * 128, "some 10 CPU-seconds on household"
+    assert settings.check_every == settings.max_updates
+    assert settings.band == settings.held_out_band == (0.0, 1.0), "what comes of it is the start"
 
 
 @pytest.mark.parametrize(("schedule", "factors"), [("constant", [1, 1, 1, 1]), ("linear", [1, 0.75, 0.5, 0.25])])

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rspo.config import Config, default_config
+from rspo.config import Config, default_config, measured_start
 from rspo.config_io import apply_flags
 
 PAPER_SEEDS = (0, 200, 400)
@@ -67,7 +67,7 @@ class Spec:
 
     @property
     def start_config(self) -> Config:
-        return apply_flags(default_config(), [f"run.seed={self.seed}", *STARTS[self.start]])
+        return apply_flags(measured_start(default_config()), [f"run.seed={self.seed}", *STARTS[self.start]])
 
     def config(self, start: Path) -> Config:
         return apply_flags(default_config(self.method, self.base), [*self.settings, f"policy.path={start}"])
