@@ -28,6 +28,16 @@ DEFAULTS_BY_LOSS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """What the papers of these losses use; a field that is given is never changed."""
 
+
+def _own(value: Any) -> Any:
+    """An equal object that nobody else has: literals of equal text are one object."""
+    return str(value.encode(), "utf-8") if isinstance(value, str) else float(repr(value))
+
+
+_DEFAULTS_OF = {
+    loss: {name: _own(value) for name, value in (DEFAULTS | DEFAULTS_BY_LOSS.get(loss, {})).items()} for loss in LOSSES
+}
+
 _BY_LOSS: Any = None
 """Default of the fields that depend on the loss."""
 
@@ -62,7 +72,8 @@ class PolicyLossConfig:
     Args:
         loss: the form of J. The five names of the clipped surrogate differ in the defaults of the fields below:
             dapo clips higher (0.28), dr_grpo aggregates by "seq-mean-token-sum-norm", gspo takes one ratio for a
-            sequence (ε 3e-4 and 4e-4, "seq-mean-token-mean", as sapo does too).
+            sequence (ε 3e-4 and 4e-4, "seq-mean-token-mean", as sapo does too). dataclasses.replace with another loss
+            brings that loss's defaults, except where a field was given.
         clip_low, clip_high: ε below and above the centre, >= 0; 0.2 unless the loss says otherwise.
         clip_center: the interval. "shift" (the paper): c - clip_low .. c + clip_high; "none": around 1;
             "relative": c·(1 - clip_low) .. c·(1 + clip_high).
@@ -111,8 +122,10 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         one_of("loss", self.loss, LOSSES)
-        for name, value in (DEFAULTS | DEFAULTS_BY_LOSS.get(self.loss, {})).items():
-            if getattr(self, name) is None:
+        for name, value in _DEFAULTS_OF[self.loss].items():
+            given = getattr(self, name)
+            # dataclasses.replace hands the defaults of the loss before over as if given: those very objects.
+            if given is None or any(given is defaults[name] for defaults in _DEFAULTS_OF.values()):
                 object.__setattr__(self, name, value)
         one_of("clip_center", self.clip_center, CLIP_CENTERS)
         one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -552,3 +554,21 @@ def test_wrong_arguments_are_named(change, error, message):
 def test_wrong_config_fields_are_named(fields, message):
     with pytest.raises(ValueError, match=message):
         PolicyLossConfig(**fields)
+
+
+def test_another_loss_brings_its_own_defaults():
+    """Through dataclasses.replace too, which cannot tell what was given; what was given stays, also if it is equal."""
+    losses = ("grpo", "ppo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")
+    for before, after in itertools.product(losses, losses):
+        for config in (PolicyLossConfig(before), copy.deepcopy(PolicyLossConfig(before))):
+            assert dataclasses.replace(config, loss=after) == PolicyLossConfig(after)
+    plain = PolicyLossConfig()
+    assert dataclasses.replace(plain, loss="dapo").clip_high == 0.28
+    assert dataclasses.replace(plain, loss="dapo", clip_high=0.2).clip_high == 0.2
+    assert dataclasses.replace(PolicyLossConfig(clip_high=0.2), loss="dapo").clip_high == 0.2
+    assert dataclasses.replace(plain, kl_coef=0.1, loss="dapo", clip_low=0.2) == PolicyLossConfig("dapo", kl_coef=0.1)
+    kept = PolicyLossConfig(aggregation="token-mean", clip_low=0.1)
+    assert dataclasses.replace(kept, loss="sapo").aggregation == "token-mean"
+    assert dataclasses.replace(dataclasses.replace(kept, loss="gspo"), loss="sapo").clip_low == 0.1
+    with pytest.raises(ValueError, match="ratio_level must be 'turn', 'sequence' or 'set' with loss 'gspo'"):
+        dataclasses.replace(PolicyLossConfig(ratio_level="token"), loss="gspo")

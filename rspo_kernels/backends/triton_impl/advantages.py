@@ -10,7 +10,7 @@ Memory: (n/ROWS)·(2n + 1) words, from cache.
 
 Numerics: float32. Deviations are taken from the group's first member and only then from their mean, so that
 identical rewards give exactly 0 and rewards of 1000 ± 0.01 keep their digits. The variance is two-pass and computed
-in units of the largest deviation: rewards of ±1e18 do not overflow.
+in units of the largest deviation, and everything from rewards times HEADROOM: those of ±3e38 do not overflow inside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Variant, launch_options, on_device
+from .common import HEADROOM, Variant, launch_options, on_device
 
 ROWS = 16
 COLS = 256
@@ -39,22 +39,27 @@ def same_group(p_groups, b_group, start, n, COLS: tl.constexpr):
 
 @triton.jit
 def against_group(
-    p_rewards, p_groups, b_reward, b_group, b_inside, n, eps, STD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """Each of b_reward [ROWS] less its group's mean (and divided by std + eps), and the size of its group."""
+    p_rewards, p_groups, b_reward, b_group, b_inside, n, eps,
+    SCALE: tl.constexpr, STD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Each of b_reward [ROWS] less its group's mean (and divided by std + eps), and the size of its group.
+
+    b_reward and eps are multiplied by SCALE already, and so is the result without STD; p_rewards is not.
+    """
     b_first = tl.full([ROWS], 2147483647, tl.int32)
     b_size = tl.zeros([ROWS], tl.float32)
     for start in range(0, n, COLS):
         o_j, b_same = same_group(p_groups, b_group, start, n, COLS)
         b_first = tl.minimum(b_first, tl.min(tl.where(b_same, o_j[None, :], 2147483647), 1))
         b_size += tl.sum(tl.where(b_same, 1.0, 0.0), 1)
-    b_origin = tl.load(p_rewards + b_first, mask=b_inside, other=0.0).to(tl.float32)
+    b_origin = tl.load(p_rewards + b_first, mask=b_inside, other=0.0).to(tl.float32) * SCALE
 
     b_sum = tl.zeros([ROWS], tl.float32)
     b_peak = tl.zeros([ROWS], tl.float32)
     for start in range(0, n, COLS):
         o_j, b_same = same_group(p_groups, b_group, start, n, COLS)
         b_other = tl.load(p_rewards + o_j, mask=o_j < n, other=0.0).to(tl.float32)
+        b_other *= SCALE
         b_d = tl.where(b_same, b_other[None, :] - b_origin[:, None], 0.0)
         b_sum += tl.sum(b_d, 1)
         b_peak = tl.maximum(b_peak, tl.max(tl.abs(b_d), 1))
@@ -67,6 +72,7 @@ def against_group(
         for start in range(0, n, COLS):
             o_j, b_same = same_group(p_groups, b_group, start, n, COLS)
             b_other = tl.load(p_rewards + o_j, mask=o_j < n, other=0.0).to(tl.float32)
+            b_other *= SCALE
             b_d = ((b_other[None, :] - b_origin[:, None]) - b_mean[:, None]) / b_unit[:, None]
             b_square += tl.sum(tl.where(b_same, b_d * b_d, 0.0), 1)
         b_std = tl.sqrt(b_square / tl.maximum(b_size - 1.0, 1.0)) * b_unit + eps
@@ -83,9 +89,13 @@ def group_advantages_kernel(
     b_inside = o_i < n
     b_group = tl.load(p_groups + o_i, mask=b_inside, other=0)
     b_reward = tl.load(p_rewards + o_i, mask=b_inside, other=0.0).to(tl.float32)
-    b_advantage, b_size = against_group(p_rewards, p_groups, b_reward, b_group, b_inside, n, eps, STD, ROWS, COLS)
+    b_advantage, b_size = against_group(
+        p_rewards, p_groups, b_reward * HEADROOM, b_group, b_inside, n, eps * HEADROOM, HEADROOM, STD, ROWS, COLS
+    )
     if LEAVE_ONE_OUT:
         b_advantage *= b_size / tl.maximum(b_size - 1.0, 1.0)
+    if not STD:
+        b_advantage *= 1.0 / HEADROOM
     b_alone = b_reward if RAW_SINGLETON else tl.zeros([ROWS], tl.float32)
     tl.store(p_out + o_i, tl.where(b_size == 1.0, b_alone, b_advantage), mask=b_inside)
 

@@ -23,6 +23,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+HEADROOM = tl.constexpr(2.0**-24)
+"""What rewards and the like are multiplied by on their way in, and divided by on their way out: exact as a power of 2
+(for numbers above 1e-30), and sums of millions of the largest float32 then fit."""
+
 
 @triton.jit
 def f32(x):

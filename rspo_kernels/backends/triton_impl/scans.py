@@ -14,7 +14,8 @@ one reverse associative scan over maps, and only the state travels from block to
 Memory: every input is read once, each output written once; masked tokens are not read. An `order` is followed inside
 the kernel: turns that were shuffled are neither gathered before nor scattered after.
 
-Numerics: float32; relative to the largest advantage of a segment the error is that of a few roundings (1e-6).
+Numerics: float32; relative to the largest advantage of a segment the error is that of a few roundings (1e-6). Rewards
+and values are taken times HEADROOM, so that those of ±3e38 overflow only where the result does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common import ScanLayout
-from .common import Variant, f32, launch_options, on_device
+from .common import HEADROOM, Variant, f32, launch_options, on_device
 
 BLOCK = 1024
 THREADS = 128
@@ -63,7 +64,7 @@ def gae_kernel(
         end = start + length
     next_value = f32(0.0)
     if p_bootstrap is not None:
-        next_value = tl.load(p_bootstrap + i_segment).to(tl.float32)
+        next_value = tl.load(p_bootstrap + i_segment).to(tl.float32) * HEADROOM
     next_advantage = f32(0.0)
 
     o_first = tl.arange(0, BLOCK)
@@ -76,10 +77,10 @@ def gae_kernel(
         b_keep = b_inside
         if p_mask is not None:
             b_keep = b_keep & (tl.load(p_mask + o_t, mask=b_inside, other=0) != 0)
-        b_reward = tl.load(p_rewards + o_t, mask=b_keep, other=0.0).to(tl.float32)
+        b_reward = tl.load(p_rewards + o_t, mask=b_keep, other=0.0).to(tl.float32) * HEADROOM
         b_value = tl.zeros([BLOCK], tl.float32)
         if p_values is not None:
-            b_value = tl.load(p_values + o_t, mask=b_keep, other=0.0).to(tl.float32)
+            b_value = tl.load(p_values + o_t, mask=b_keep, other=0.0).to(tl.float32) * HEADROOM
 
         b_pass, b_given, b_slope, b_decay, b_shift = tl.associative_scan(
             (
@@ -94,9 +95,9 @@ def gae_kernel(
             reverse=True,
         )
         b_advantage = b_slope * next_value + b_decay * next_advantage + b_shift
-        tl.store(p_advantages + o_t, tl.where(b_keep, b_advantage, 0.0), mask=b_inside)
+        tl.store(p_advantages + o_t, tl.where(b_keep, b_advantage * (1.0 / HEADROOM), 0.0), mask=b_inside)
         if p_values is not None:
-            tl.store(p_returns + o_t, tl.where(b_keep, b_advantage + b_value, 0.0), mask=b_inside)
+            tl.store(p_returns + o_t, tl.where(b_keep, (b_advantage + b_value) * (1.0 / HEADROOM), 0.0), mask=b_inside)
         next_advantage = tl.sum(tl.where(o_first == 0, b_advantage, 0.0), 0)
         next_value = tl.sum(tl.where(o_first == 0, b_pass * next_value + b_given, 0.0), 0)
 

@@ -11,9 +11,9 @@ needs no sorting: at 8 trajectories of 50 turns that is less than the launch.
 
 Memory: a few words of scratch a turn; groups·n + Σ (turns of a group)²/ROWS words from cache.
 
-Numerics: float32, statistics as in advantages.py. Sums along a trajectory double their reach in every round, so that
-their rounding depends on the rewards alone and not on where the turns stand: equal turns have equal returns, whose
-differences are exactly 0 and not a residue that a small deviation would blow up.
+Numerics: float32, statistics and HEADROOM as in advantages.py. Sums along a trajectory double their reach in every
+round, so that their rounding depends on the rewards alone and not on where the turns stand: equal turns have equal
+returns, whose differences are exactly 0 and not a residue that a small deviation would blow up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .advantages import COLS, ROWS, THREADS, against_group
-from .common import Variant, f32, launch_options, on_device
+from .common import HEADROOM, Variant, f32, launch_options, on_device
 
 INPUTS = ("p_rewards", "p_groups", "p_trajectories", "p_anchors", "p_valid", "p_penalties", "p_episode_rewards")
 
@@ -87,7 +87,7 @@ def gather_group(
         tl.store(p_ids + TRAJECTORY * n + o_scratch, b_trajectory, mask=b_member)
         b_anchor = tl.load(p_anchors + o_j, mask=b_member, other=0).to(tl.int64)
         tl.store(p_ids + ANCHOR * n + o_scratch, b_anchor, mask=b_member)
-        b_reward = tl.load(p_rewards + o_j, mask=b_member, other=0.0).to(tl.float32)
+        b_reward = tl.load(p_rewards + o_j, mask=b_member, other=0.0).to(tl.float32) * HEADROOM
         tl.store(p_numbers + RETURN * n + o_scratch, b_reward, mask=b_member)
         tl.store(p_numbers + TOTAL * n + o_scratch, b_reward, mask=b_member)
         size += tl.sum(b_one, 0)
@@ -164,10 +164,10 @@ def score(
         b_inside = o_i < size
         b_member = tl.load(p_ids + MEMBER * n + o_i, mask=b_inside, other=0)
         b_first = tl.load(p_ids + FIRST * n + o_i, mask=b_inside, other=0)
-        b_penalty = load_penalty(p_penalties, b_member, b_inside)
+        b_penalty = load_penalty(p_penalties, b_member, b_inside) * HEADROOM
         if p_episode_rewards is not None:
             b_start = tl.load(p_ids + MEMBER * n + b_first, mask=b_inside, other=0)
-            b_total = tl.load(p_episode_rewards + b_start, mask=b_inside, other=0.0).to(tl.float32)
+            b_total = tl.load(p_episode_rewards + b_start, mask=b_inside, other=0.0).to(tl.float32) * HEADROOM
         else:
             b_total = tl.load(p_numbers + (TOTAL + now) * n + b_first, mask=b_inside, other=0.0)
         if PER_ROW:
@@ -175,7 +175,7 @@ def score(
         b_return = tl.load(p_numbers + (RETURN + now) * n + o_i, mask=b_inside, other=0.0) - b_penalty
         tl.store(p_numbers + EPISODE_SCORE * n + o_i, b_total, mask=b_inside)
         tl.store(p_numbers + STEP_SCORE * n + o_i, b_return, mask=b_inside)
-        tl.store(p_returns + b_member, b_return, mask=b_inside)
+        tl.store(p_returns + b_member, b_return * (1.0 / HEADROOM), mask=b_inside)
 
 
 @triton.jit
@@ -183,7 +183,9 @@ def normalize(
     p_ids, p_numbers, p_penalties, p_joint, p_episode, p_step, n, size, step_weight, eps,
     STD: tl.constexpr, PER_ROW: tl.constexpr, RAW_SINGLETON: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Both levels from what the turns score."""
+    """Both levels from what the turns score, which is in units of 1/HEADROOM; without STD so are they until stored."""
+    unit: tl.constexpr = 1.0 if STD else HEADROOM
+    eps *= HEADROOM
     for start in range(0, size, ROWS):
         o_i = start + tl.arange(0, ROWS)
         b_inside = o_i < size
@@ -192,22 +194,24 @@ def normalize(
         b_score = tl.load(p_numbers + EPISODE_SCORE * n + o_i, mask=b_inside, other=0.0)
         b_counted = tl.full([ROWS], 1, tl.int64)
         b_episode, b_size = against_group(
-            p_numbers + EPISODE_SCORE * n, p_ids + COUNTED * n, b_score, b_counted, b_inside, size, eps, STD, ROWS, COLS
-        )
-        b_alone = b_score if RAW_SINGLETON else tl.zeros([ROWS], tl.float32)
+            p_numbers + EPISODE_SCORE * n, p_ids + COUNTED * n, b_score, b_counted, b_inside, size, eps,
+            1.0, STD, ROWS, COLS,
+        )  # fmt: skip
+        b_alone = b_score * (unit / HEADROOM) if RAW_SINGLETON else tl.zeros([ROWS], tl.float32)
         b_episode = tl.where(b_size == 1.0, b_alone, b_episode)
         if not PER_ROW:
-            b_episode -= load_penalty(p_penalties, b_member, b_inside)
+            b_episode -= load_penalty(p_penalties, b_member, b_inside) * unit
 
         b_anchor = tl.load(p_ids + ANCHOR * n + o_i, mask=b_inside, other=0)
         b_score = tl.load(p_numbers + STEP_SCORE * n + o_i, mask=b_inside, other=0.0)
         b_step, b_size = against_group(
-            p_numbers + STEP_SCORE * n, p_ids + ANCHOR * n, b_score, b_anchor, b_inside, size, eps, STD, ROWS, COLS
-        )
+            p_numbers + STEP_SCORE * n, p_ids + ANCHOR * n, b_score, b_anchor, b_inside, size, eps,
+            1.0, STD, ROWS, COLS,
+        )  # fmt: skip
         b_step = tl.where(b_size == 1.0, 0.0, b_step)
-        tl.store(p_episode + b_member, b_episode, mask=b_inside)
-        tl.store(p_step + b_member, b_step, mask=b_inside)
-        tl.store(p_joint + b_member, b_episode + step_weight * b_step, mask=b_inside)
+        tl.store(p_episode + b_member, b_episode * (1.0 / unit), mask=b_inside)
+        tl.store(p_step + b_member, b_step * (1.0 / unit), mask=b_inside)
+        tl.store(p_joint + b_member, (b_episode + step_weight * b_step) * (1.0 / unit), mask=b_inside)
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=INPUTS)

@@ -11,7 +11,7 @@ Memory: PROGRAMS·2n words from cache, n written.
 
 Numerics: float32. Deviations are taken from the first unmasked entry and only then from their mean, so that identical
 entries give exactly 0 and values of 1000 ± 0.01 keep their digits. The variance is two-pass, in units of the largest
-deviation where that is above 1: values of ±1e18 do not overflow.
+deviation where that is above 1, and everything from values times HEADROOM: those of ±3e38 do not overflow inside.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Variant, f32, launch_options, on_device
+from .common import HEADROOM, Variant, f32, launch_options, on_device
 
 BLOCK = 4096
 PROGRAMS = 16
@@ -32,12 +32,12 @@ THREADS = 512
 
 @triton.jit
 def load_kept(p_x, p_mask, i_block, n, BLOCK: tl.constexpr):
-    """The offsets of a block, which of them are unmasked, and the entries there (0 elsewhere)."""
+    """The offsets of a block, which of them are unmasked, and HEADROOM times the entries there (0 elsewhere)."""
     o_x = i_block * BLOCK + tl.arange(0, BLOCK)
     b_keep = o_x < n
     if p_mask is not None:
         b_keep = b_keep & (tl.load(p_mask + o_x, mask=b_keep, other=0) != 0)
-    return o_x, b_keep, tl.load(p_x + o_x, mask=b_keep, other=0.0).to(tl.float32)
+    return o_x, b_keep, tl.load(p_x + o_x, mask=b_keep, other=0.0).to(tl.float32) * HEADROOM
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=["p_x", "p_mask"])
@@ -64,7 +64,7 @@ def masked_whiten_kernel(p_x, p_mask, p_out, n, eps, SHIFT_MEAN: tl.constexpr, B
         b_sum += b_d
         b_peak = tl.maximum(b_peak, tl.abs(b_d))
     count = tl.sum(b_count, 0)
-    unit = tl.maximum(tl.max(b_peak, 0), 1.0)
+    unit = tl.maximum(tl.max(b_peak, 0), HEADROOM)
     mean = tl.sum(b_sum, 0) / tl.maximum(count, 1.0)
 
     b_square = tl.zeros([BLOCK], tl.float32)
@@ -73,14 +73,15 @@ def masked_whiten_kernel(p_x, p_mask, p_out, n, eps, SHIFT_MEAN: tl.constexpr, B
         b_d = tl.where(b_keep, ((b_x - origin) - mean) / unit, 0.0)
         b_square += b_d * b_d
     variance = tl.sum(b_square, 0) / tl.maximum(count - 1.0, 1.0)
-    scale = unit * tl.sqrt(variance + f32(eps) / (unit * unit))
+    one = HEADROOM / unit
+    scale = unit * tl.sqrt(variance + f32(eps) * one * one)
     scale = tl.where(scale > 0.0, scale, 1.0)
 
     for i_block in range(tl.program_id(0), n_blocks, tl.num_programs(0)):
         o_x, b_keep, b_x = load_kept(p_x, p_mask, i_block, n, BLOCK)
         b_white = ((b_x - origin) - mean) / scale
         if not SHIFT_MEAN:
-            b_white += origin + mean
+            b_white += (origin + mean) * (1.0 / HEADROOM)
         tl.store(p_out + o_x, tl.where(b_keep, b_white, 0.0), mask=o_x < n)
 
 
