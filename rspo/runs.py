@@ -242,7 +242,8 @@ def open_run(
     with ExitStack() as opened:  # what was opened by the time that something fails is closed
         if ranks.is_main and not folder.exists():
             opened.callback(_remove_empty, folder)
-        lock = opened.enter_context(_lock(as_given, folder, resume, ranks))
+        lock = _lock(as_given, folder, resume, ranks)
+        opened.enter_context(lock)
         ranks.from_main(lambda: _take_folder(as_given, folder, resume))
         set_threads(config)
         check_device(config.policy)

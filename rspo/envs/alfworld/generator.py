@@ -117,6 +117,10 @@ def generate_games(
     each = max(round(count * eval_share), 1)
     kinds = [kind for kind in TASK_TYPES if kind in task_types]
     folder = Path(out)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"out must be a new or an empty folder, or one with generated games; {str(folder)!r} is a file"
+        )
     with FolderLock(folder):
         there = _open_folder(folder, {"seed": seed, "evaluation_games": each, "task_types": kinds})
         splits = ["valid_seen"] * each + ["valid_unseen"] * each + ["train"] * (count - 2 * each)
@@ -152,7 +156,7 @@ def _open_folder(folder: Path, settings: dict[str, Any]) -> dict[int, Combinatio
             shutil.rmtree(part)
         trials = folder.glob(f"*/*/{TRIAL}*")
         return {int(path.name.removeprefix(TRIAL)): Combination.of_folder(path.parent.name) for path in trials}
-    if folder.exists() and (not folder.is_dir() or any(path.name != LOCK_FILE for path in folder.iterdir())):
+    if folder.exists() and any(path.name != LOCK_FILE for path in folder.iterdir()):
         raise ValueError(
             f"out must be a new or an empty folder, or one with generated games; {str(folder)!r} has something else in"
             f" it, and no {SETTINGS_FILE}"
