@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 
 from .choices import one_of as one_of
 
@@ -17,7 +16,7 @@ def plain_tensor(name: str, x: Any) -> None:
     """A tensor whose numbers the kernels can read: not spread over a mesh, without a forward-mode tangent."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-    if isinstance(x, DTensor):
+    if hasattr(x, "full_tensor"):  # a DTensor: to import the class costs half a second
         raise TypeError(
             f"{name} must be an ordinary tensor, got a DTensor; pass {name}.full_tensor(), or the local slices with "
             "vocab_group where an op has it"
