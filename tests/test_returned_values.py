@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rspo_parity import ParityEnv
 
 from rspo.envs.base import EnvironmentValueError, Info, StepResult
@@ -14,6 +16,7 @@ from rspo.envs.episodes import Episode, EpisodeEnv
 from rspo.envs.returned import reset_checked, step_checked
 from rspo.envs.workers import WorkerEnv
 from rspo.play import Game
+from rspo.trajectory import Trajectory, Turn, trajectory_from_json, trajectory_to_json
 
 Change = Callable[[list[Any]], None]
 
@@ -48,6 +51,9 @@ INFOS: dict[str, tuple[Change, str]] = {
     "task": (put_info("task", 3), r"infos\['task'\] of episode 1 must be a str; got 3 \(int\)"),
     "anchor none": (put_info("anchor", None), r"infos\['anchor'\] of episode 1 must be a str, or .*; got None"),
     "anchor list": (put_info("anchor", ["a"]), r"infos\['anchor'\] of episode 1 .* got \['a'\] \(list\)"),
+    "anchor bytes": (put_info("anchor", b"x"), r"infos\['anchor'\] of episode 1 must be a str, or .*; got b'x'"),
+    "anchor tensor": (put_info("anchor", torch.tensor(1)), r"\['anchor'\] of episode 1 must .*tensor\(1\) \(Tensor\)"),
+    "anchor part": (put_info("anchor", (1, None)), r"\['anchor'\] of episode 1 must be .*got \(1, None\)"),
     "actions text": (
         put_info("admissible_actions", "look"),
         r"\['admissible_actions'\] of episode 1 must be a list of",
@@ -172,6 +178,21 @@ def test_a_played_game_is_checked() -> None:
         game.respond("a")
 
 
+@pytest.mark.parametrize("anchor", ["a", 3, 0.5, np.int64(3), np.str_("a"), ("a", (np.int64(1), 2.5)), True])
+def test_anchors_are_read_back_as_they_were_written(anchor: Any) -> None:
+    class Places(ParityEnv):
+        def reset(self, tasks: Sequence[Any], seeds: Sequence[int]) -> tuple[list[str], list[Info]]:
+            observations, infos = super().reset(tasks, seeds)
+            return observations, [info | {"anchor": anchor} for info in infos]
+
+    _, infos = reset_checked(Places(), *STARTS)
+    turn = Turn(np.zeros(1, int), np.zeros(1, int), np.zeros(1), 0.0, 0.0, infos[0]["anchor"], "a", True)
+    written = json.dumps(trajectory_to_json(Trajectory("go", 0, 0, [turn])))
+    (found,) = trajectory_from_json(json.loads(written)).turns
+    assert found.anchor == anchor
+    assert hash(found.anchor) == hash(anchor)
+
+
 class Wrong(Episode):
     """An episode with one wrong value."""
 
@@ -204,7 +225,7 @@ class WrongEpisodes(EpisodeEnv):
         ("task_type", None, "a str"),
         ("observation", None, "a str"),
         ("observation", b"x", "a str"),
-        ("anchor", [], "a str, or something else that is hashable and not None"),
+        ("anchor", [], "a str, or a number or a tuple of these"),
         ("admissible_actions", None, "a list of str"),
         ("admissible_actions", "look", "a list of str"),
         ("won", None, "a bool"),

@@ -6,7 +6,7 @@ infos of episodes that have ended are not looked at: nobody reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def check_episode(env: BatchedEnv, episode: Any, i: int, acted: Any = True) -> N
     for name in ("task", "task_type", "observation"):
         check.text(name, getattr(episode, name, None), i)
     if episode.anchor is not None:
-        check.hashable("anchor", episode.anchor, i)
+        check.anchor("anchor", episode.anchor, i)
     check.texts("admissible_actions", episode.admissible_actions, i)
     for name, value in (("won", episode.won), ("ended", episode.ended), ("what act returned", acted)):
         check.truth(name, value, i)
@@ -116,7 +116,7 @@ class _Check:
             raise self._fail("infos", info, "a dict", i)
         needed: dict[str, Callable[[str, Any, int], None]] = {
             "task": self.text,
-            "anchor": self.hashable,
+            "anchor": self.anchor,
             "admissible_actions": self.texts,
             "is_action_valid": self.truth,
             "won": self.truth,
@@ -147,12 +147,13 @@ class _Check:
         if not is_number or not -LARGEST <= value <= LARGEST:
             raise self._fail(field, value, "a finite number of float32's range", i)
 
-    def hashable(self, field: str, value: Any, i: int) -> None:
-        try:
-            hash(value)
-        except TypeError:
-            value_is_one = False
-        else:
-            value_is_one = value is not None and isinstance(value, Hashable)
-        if not value_is_one:
-            raise self._fail(field, value, "a str, or something else that is hashable and not None", i)
+    def anchor(self, field: str, value: Any, i: int) -> None:
+        if not _is_anchor(value):
+            raise self._fail(field, value, "a str, or a number or a tuple of these", i)
+
+
+def _is_anchor(value: Any) -> bool:
+    """Whether a value can be compared and hashed, and written to a file and read back."""
+    if isinstance(value, tuple):
+        return all(map(_is_anchor, value))
+    return isinstance(value, str | int | float | np.bool_ | np.number)
