@@ -76,6 +76,11 @@ INFOS: dict[str, tuple[Change, str]] = {
     "infos none": (put(-1, None), r"infos must be a list or an array of 3, one for each episode; got None"),
     "seen none": (put(0, ["a", None, "b"]), r"observations of episode 1 must be a str; got None \(NoneType\)"),
     "seen bytes": (put(0, ["a", b"x", "b"]), r"observations of episode 1 must be a str; got b'x' \(bytes\)"),
+    "seen half": (
+        put(0, ["a", "b\ud800", "c"]),
+        r"observations of episode 1 must be text that UTF-8 can hold",
+    ),
+    "actions half": (put_info("admissible_actions", ["a", "\udcff"]), r"of episode 1 must be text that UTF-8 can hold"),
     "seen text": (put(0, "abc"), r"observations must be a list or an array of 3, .*got 'abc' \(str\)"),
     "seen many": (put(0, ["a"] * 4), r"observations must be 3 values, one for each episode, not 4"),
 }
@@ -230,6 +235,7 @@ class WrongEpisodes(EpisodeEnv):
         ("admissible_actions", "look", "a list of str"),
         ("won", None, "a bool"),
         ("ended", "no", "a bool"),
+        ("task", "\udc80", "text that UTF-8 can hold"),
         ("score", None, "a finite number"),
         ("dense_reward", float("nan"), "a finite number"),
     ],
@@ -246,3 +252,26 @@ def test_an_action_that_does_not_say_whether_it_was_valid() -> None:
     env.reset([0], [0])
     with pytest.raises(EnvironmentValueError, match="what act returned of episode 0 must be a bool; got None"):
         env.step(["a"])
+
+
+def test_an_episode_that_is_won_and_does_not_end() -> None:
+    """It would count as a success, and never be paid."""
+    with pytest.raises(EnvironmentValueError, match=r"ended of episode 0 must be True where won is.*; got False"):
+        WrongEpisodes("won", True).reset([0], [0])
+
+
+def test_a_lost_episode_may_have_left_off_halfway() -> None:
+    class Halfway(Wrong):
+        def act(self, action: str) -> bool:
+            self.won = True
+            raise ZeroDivisionError
+
+    class Two(WrongEpisodes):
+        def start(self, task: Any, seed: int) -> Wrong:
+            return Halfway("answer", True) if task else Wrong("answer", True)
+
+    env = Two("answer", True)
+    env.reset([0, 1], [0, 0])
+    *_, infos = step_checked(env, ["a", "a"])
+    assert [info["lost_worker"] for info in infos] == [False, True]
+    assert not infos[1]["won"]
