@@ -70,12 +70,10 @@ class ControlTokens:
     def _broken(self, text: str, tokens: re.Pattern[str] | None) -> str:
         if tokens is None:
             return text
-        if self._normalizer is not None and not tokens.search(text):
-            normalized = self._normalizer.normalize_str(text)
-            if not tokens.search(normalized):
-                return text
-            text = normalized
-        return _broken(text, tokens)
+        text = _broken(text, tokens)
+        if self._normalizer is not None and tokens.search(normalized := self._normalizer.normalize_str(text)):
+            return _broken(normalized, tokens)
+        return text
 
 
 def without_usual_control_tokens(text: str) -> str:

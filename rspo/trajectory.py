@@ -134,6 +134,8 @@ def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
         Turn(**{**turn, **{name: np.array(turn[name], dtype=dtype) for name, dtype in dtypes.items() if name in turn}})
         for turn in values["turns"]
     ]
+    for turn in values["turns"]:
+        turn.anchor = _hashable(turn.anchor)
     for name, dtype in (("rewards", np.float32), ("advantages", np.float32), ("final_prompt_ids", np.int64)):
         if values[name] is not None:
             values[name] = np.array(values[name], dtype=dtype)
@@ -141,4 +143,11 @@ def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
 
 
 def _listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, tuple):
+        return [_listed(part) for part in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _hashable(anchor: Any) -> Any:
+    """An anchor that was a tuple as one again."""
+    return tuple(map(_hashable, anchor)) if isinstance(anchor, list) else anchor

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rspo_parity import ParityEnv
 
 from rspo.envs.base import EnvironmentValueError, Info, StepResult
@@ -14,6 +16,7 @@ from rspo.envs.episodes import Episode, EpisodeEnv
 from rspo.envs.returned import reset_checked, step_checked
 from rspo.envs.workers import WorkerEnv
 from rspo.play import Game
+from rspo.trajectory import Trajectory, Turn, trajectory_from_json, trajectory_to_json
 
 Change = Callable[[list[Any]], None]
 
@@ -48,6 +51,9 @@ INFOS: dict[str, tuple[Change, str]] = {
     "task": (put_info("task", 3), r"infos\['task'\] of episode 1 must be a str; got 3 \(int\)"),
     "anchor none": (put_info("anchor", None), r"infos\['anchor'\] of episode 1 must be a str, or .*; got None"),
     "anchor list": (put_info("anchor", ["a"]), r"infos\['anchor'\] of episode 1 .* got \['a'\] \(list\)"),
+    "anchor bytes": (put_info("anchor", b"x"), r"infos\['anchor'\] of episode 1 must be a str, or .*; got b'x'"),
+    "anchor tensor": (put_info("anchor", torch.tensor(1)), r"\['anchor'\] of episode 1 must .*tensor\(1\) \(Tensor\)"),
+    "anchor part": (put_info("anchor", (1, None)), r"\['anchor'\] of episode 1 must be .*got \(1, None\)"),
     "actions text": (
         put_info("admissible_actions", "look"),
         r"\['admissible_actions'\] of episode 1 must be a list of",
@@ -70,6 +76,11 @@ INFOS: dict[str, tuple[Change, str]] = {
     "infos none": (put(-1, None), r"infos must be a list or an array of 3, one for each episode; got None"),
     "seen none": (put(0, ["a", None, "b"]), r"observations of episode 1 must be a str; got None \(NoneType\)"),
     "seen bytes": (put(0, ["a", b"x", "b"]), r"observations of episode 1 must be a str; got b'x' \(bytes\)"),
+    "seen half": (
+        put(0, ["a", "b\ud800", "c"]),
+        r"observations of episode 1 must be text that UTF-8 can hold",
+    ),
+    "actions half": (put_info("admissible_actions", ["a", "\udcff"]), r"of episode 1 must be text that UTF-8 can hold"),
     "seen text": (put(0, "abc"), r"observations must be a list or an array of 3, .*got 'abc' \(str\)"),
     "seen many": (put(0, ["a"] * 4), r"observations must be 3 values, one for each episode, not 4"),
 }
@@ -172,6 +183,21 @@ def test_a_played_game_is_checked() -> None:
         game.respond("a")
 
 
+@pytest.mark.parametrize("anchor", ["a", 3, 0.5, np.int64(3), np.str_("a"), ("a", (np.int64(1), 2.5)), True])
+def test_anchors_are_read_back_as_they_were_written(anchor: Any) -> None:
+    class Places(ParityEnv):
+        def reset(self, tasks: Sequence[Any], seeds: Sequence[int]) -> tuple[list[str], list[Info]]:
+            observations, infos = super().reset(tasks, seeds)
+            return observations, [info | {"anchor": anchor} for info in infos]
+
+    _, infos = reset_checked(Places(), *STARTS)
+    turn = Turn(np.zeros(1, int), np.zeros(1, int), np.zeros(1), 0.0, 0.0, infos[0]["anchor"], "a", True)
+    written = json.dumps(trajectory_to_json(Trajectory("go", 0, 0, [turn])))
+    (found,) = trajectory_from_json(json.loads(written)).turns
+    assert found.anchor == anchor
+    assert hash(found.anchor) == hash(anchor)
+
+
 class Wrong(Episode):
     """An episode with one wrong value."""
 
@@ -204,11 +230,12 @@ class WrongEpisodes(EpisodeEnv):
         ("task_type", None, "a str"),
         ("observation", None, "a str"),
         ("observation", b"x", "a str"),
-        ("anchor", [], "a str, or something else that is hashable and not None"),
+        ("anchor", [], "a str, or a number or a tuple of these"),
         ("admissible_actions", None, "a list of str"),
         ("admissible_actions", "look", "a list of str"),
         ("won", None, "a bool"),
         ("ended", "no", "a bool"),
+        ("task", "\udc80", "text that UTF-8 can hold"),
         ("score", None, "a finite number"),
         ("dense_reward", float("nan"), "a finite number"),
     ],
@@ -225,3 +252,26 @@ def test_an_action_that_does_not_say_whether_it_was_valid() -> None:
     env.reset([0], [0])
     with pytest.raises(EnvironmentValueError, match="what act returned of episode 0 must be a bool; got None"):
         env.step(["a"])
+
+
+def test_an_episode_that_is_won_and_does_not_end() -> None:
+    """It would count as a success, and never be paid."""
+    with pytest.raises(EnvironmentValueError, match=r"ended of episode 0 must be True where won is.*; got False"):
+        WrongEpisodes("won", True).reset([0], [0])
+
+
+def test_a_lost_episode_may_have_left_off_halfway() -> None:
+    class Halfway(Wrong):
+        def act(self, action: str) -> bool:
+            self.won = True
+            raise ZeroDivisionError
+
+    class Two(WrongEpisodes):
+        def start(self, task: Any, seed: int) -> Wrong:
+            return Halfway("answer", True) if task else Wrong("answer", True)
+
+    env = Two("answer", True)
+    env.reset([0, 1], [0, 0])
+    *_, infos = step_checked(env, ["a", "a"])
+    assert [info["lost_worker"] for info in infos] == [False, True]
+    assert not infos[1]["won"]

@@ -99,6 +99,8 @@ def test_what_a_normalizer_makes_a_control_token_of() -> None:
     control = made.convert_tokens_to_ids("<tool_call>")
     assert control in made(wide)["input_ids"]
     assert all(control not in row for row in prompts(texts, "per_turn", wide))
+    # Nor beside one that is a control token as it stands.
+    assert all(control not in row for row in prompts(texts, "per_turn", f"<|im_end|> {wide} <think>"))
 
 
 def test_texts_without_a_tokenizer_at_hand() -> None:

@@ -35,6 +35,7 @@ from trl_toys import (
     variety,
 )
 
+from rspo.envs.base import EnvironmentValueError
 from rspo.integrations.trl import (
     EnvironmentTool,
     FusedGRPOTrainer,
@@ -399,6 +400,26 @@ def test_models_are_told_to_call_the_tool() -> None:
         assert "Call the tool `act`" in text
     public = {name for name in vars(EnvironmentTool) if not name.startswith("_")}
     assert public == {"reset", "act"}, "any other public method would be offered to the model"
+
+
+def test_wrong_values_and_exceptions_of_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL answers the model with what a tool raises, and goes on."""
+    tool = environment_factory("household")()
+    tool.reset(task=0, seed=1)
+    step = tool.env.step
+    monkeypatch.setattr(tool.env, "step", lambda actions: 1 / 0 if actions else None)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        tool.act("go fridge")
+    monkeypatch.setattr(tool.env, "step", lambda actions: {}["</s> <|im_end|>"])
+    with pytest.raises(RuntimeError, match=r"KeyError: '< /s> < \|im_end\|>'"):
+        tool.act("go fridge")
+    assert outcome_reward([tool]) == [0.0]
+    monkeypatch.setattr(tool.env, "step", lambda actions: ([None], *step(actions)[1:]))
+    with pytest.raises(EnvironmentValueError, match="observations of episode 0 must be a str"):
+        tool.act("go fridge")
+    for again in (outcome_reward, dense_reward, lambda tools: tools[0].reset(task=0, seed=1)):
+        with pytest.raises(EnvironmentValueError, match="observations of episode 0 must be a str"):
+            again([tool])
 
 
 def test_data_sets_of_environments() -> None:

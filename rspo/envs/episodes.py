@@ -33,7 +33,7 @@ class Episode(ABC):
     observation: what the last action (or the start) showed.
     anchor: what tells states apart; the observation where it is None.
     admissible_actions: what would be accepted now; empty where that is not known.
-    won, ended: success, and whether the environment itself has come to an end (won or not).
+    won, ended: success, and whether the environment itself has come to an end (won or not); with success it has.
     score: the environment's own score so far.
     dense_reward: process reward of the last action.
     """
@@ -270,7 +270,7 @@ class EpisodeEnv(BatchedEnv):
         """Observations and infos of the current moment."""
         places = self._started("_report")
         for i, place in enumerate(places):
-            check_episode(self, place.episode, i, place.valid)
+            check_episode(self, place.episode, i, place.valid, place.lost)
         return [place.episode.observation for place in places], [_info(place) for place in places]
 
 

@@ -6,7 +6,7 @@ infos of episodes that have ended are not looked at: nobody reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,19 +64,22 @@ def check_step(env: BatchedEnv, result: Any, episodes: int, running: Iterable[in
     return list(observations), *values, list(infos)
 
 
-def check_episode(env: BatchedEnv, episode: Any, i: int, acted: Any = True) -> None:
+def check_episode(env: BatchedEnv, episode: Any, i: int, acted: Any = True, lost: bool = False) -> None:
     """An `Episode`'s own values, by their names there. Raises EnvironmentValueError.
 
     acted: what its `act` returned.
+    lost: its `act` raised, and may have left off halfway.
     """
     check = _Check(env, type(episode).__name__)
     for name in ("task", "task_type", "observation"):
         check.text(name, getattr(episode, name, None), i)
     if episode.anchor is not None:
-        check.hashable("anchor", episode.anchor, i)
+        check.anchor("anchor", episode.anchor, i)
     check.texts("admissible_actions", episode.admissible_actions, i)
     for name, value in (("won", episode.won), ("ended", episode.ended), ("what act returned", acted)):
         check.truth(name, value, i)
+    if episode.won and not episode.ended and not lost:
+        raise check.fail("ended", episode.ended, "True where won is: a won episode is paid when it ends", i)
     check.number("score", episode.score, i)
     check.number("dense_reward", episode.dense_reward, i)
 
@@ -90,7 +93,7 @@ class _Check:
         self.has_dense_reward = env.has_dense_reward
         self.source = source
 
-    def _fail(self, field: str, value: Any, expected: str, episode: int | None = None) -> EnvironmentValueError:
+    def fail(self, field: str, value: Any, expected: str, episode: int | None = None) -> EnvironmentValueError:
         shown = repr(value)
         shown = shown if len(shown) <= SHOWN else shown[: SHOWN - 3] + "..."
         where = "" if episode is None else f" of episode {episode}"
@@ -101,22 +104,22 @@ class _Check:
 
     def parts(self, result: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
         if not isinstance(result, tuple | list) or len(result) != len(names):
-            raise self._fail("what it returned", result, f"the {len(names)} parts {', '.join(names)}")
+            raise self.fail("what it returned", result, f"the {len(names)} parts {', '.join(names)}")
         return tuple(result)
 
     def rows(self, field: str, value: Any, episodes: int) -> None:
         is_array = isinstance(value, np.ndarray) and value.ndim > 0
         if not (is_array or isinstance(value, list | tuple)):
-            raise self._fail(field, value, f"a list or an array of {episodes}, one for each episode")
+            raise self.fail(field, value, f"a list or an array of {episodes}, one for each episode")
         if len(value) != episodes:
-            raise self._fail(field, value, f"{episodes} values, one for each episode, not {len(value)}")
+            raise self.fail(field, value, f"{episodes} values, one for each episode, not {len(value)}")
 
     def info(self, info: Any, i: int) -> None:
         if not isinstance(info, Mapping):
-            raise self._fail("infos", info, "a dict", i)
+            raise self.fail("infos", info, "a dict", i)
         needed: dict[str, Callable[[str, Any, int], None]] = {
             "task": self.text,
-            "anchor": self.hashable,
+            "anchor": self.anchor,
             "admissible_actions": self.texts,
             "is_action_valid": self.truth,
             "won": self.truth,
@@ -128,31 +131,42 @@ class _Check:
             if key in info:
                 check(f"infos[{key!r}]", info[key], i)
             elif key in needed:
-                raise self._fail("infos", sorted(map(str, info)), f"a dict with the key {key!r}", i)
+                raise self.fail("infos", sorted(map(str, info)), f"a dict with the key {key!r}", i)
 
     def text(self, field: str, value: Any, i: int) -> None:
         if not isinstance(value, str):
-            raise self._fail(field, value, "a str", i)
+            raise self.fail(field, value, "a str", i)
+        self._encodable(field, value, i)
 
     def texts(self, field: str, value: Any, i: int) -> None:
         if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-            raise self._fail(field, value, "a list of str (empty where they are not known)", i)
+            raise self.fail(field, value, "a list of str (empty where they are not known)", i)
+        for one in value:
+            self._encodable(field, one, i)
+
+    def _encodable(self, field: str, text: str, i: int) -> None:
+        """Tokenizers and files take text, and not the halves of characters that a wrong decoding leaves."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise self.fail(field, text, "text that UTF-8 can hold, without lone surrogates", i) from None
 
     def truth(self, field: str, value: Any, i: int) -> None:
         if not isinstance(value, bool | np.bool_):
-            raise self._fail(field, value, "a bool", i)
+            raise self.fail(field, value, "a bool", i)
 
     def number(self, field: str, value: Any, i: int) -> None:
         is_number = isinstance(value, bool | np.bool_ | int | float | np.integer | np.floating)
         if not is_number or not -LARGEST <= value <= LARGEST:
-            raise self._fail(field, value, "a finite number of float32's range", i)
+            raise self.fail(field, value, "a finite number of float32's range", i)
 
-    def hashable(self, field: str, value: Any, i: int) -> None:
-        try:
-            hash(value)
-        except TypeError:
-            value_is_one = False
-        else:
-            value_is_one = value is not None and isinstance(value, Hashable)
-        if not value_is_one:
-            raise self._fail(field, value, "a str, or something else that is hashable and not None", i)
+    def anchor(self, field: str, value: Any, i: int) -> None:
+        if not _is_anchor(value):
+            raise self.fail(field, value, "a str, or a number or a tuple of these", i)
+
+
+def _is_anchor(value: Any) -> bool:
+    """Whether a value can be compared and hashed, and written to a file and read back."""
+    if isinstance(value, tuple):
+        return all(map(_is_anchor, value))
+    return isinstance(value, str | int | float | np.bool_ | np.number)

@@ -16,7 +16,7 @@ from datasets import Dataset
 
 from rspo.control_tokens import without_usual_control_tokens
 from rspo.envs import PromptContext, make_env
-from rspo.envs.base import Info
+from rspo.envs.base import EnvironmentValueError, Info
 from rspo.envs.returned import reset_checked, step_checked
 from rspo.envs.wording import HOW_TO_ANSWER, bare_action
 
@@ -42,12 +42,15 @@ class EnvironmentTool:
         self.env = make_env(name, **options)
         self.outcome, self.dense_return, self.task_score = 0.0, 0.0, 0.0
         self.won, self.is_over, self.turns = False, True, 0
+        self._wrong: EnvironmentValueError | None = None
 
     def reset(self, task: int | None = None, seed: int | None = None, split: str = "train", **_: Any) -> str:
         """Start the episode of a row of `environment_dataset`; what the model reads of it first.
 
-        Raises ValueError where the row has no task and no seed: members of a group need the same ones.
+        Raises ValueError where the row has no task and no seed: members of a group need the same ones;
+        EnvironmentValueError for wrong values of the environment, those in the episode before among them.
         """
+        self._check()
         if task is None or seed is None:
             raise ValueError("rows must have the columns 'task' and 'seed'; environment_dataset makes such a data set")
         observations, infos = reset_checked(self.env, [self.env.tasks(split)[task]], [seed])
@@ -64,7 +67,13 @@ class EnvironmentTool:
         if self.is_over:
             raise ValueError(OVER)
         words = bare_action(str(action))
-        observations, rewards, terminated, truncated, infos = step_checked(self.env, [words])
+        try:
+            observations, rewards, terminated, truncated, infos = step_checked(self.env, [words])
+        except EnvironmentValueError as error:
+            self._wrong = error
+            raise
+        except Exception as error:  # the trainer tells the model what it says
+            raise RuntimeError(without_usual_control_tokens(f"{type(error).__name__}: {error}")) from error
         self.turns += 1
         self.outcome += float(rewards[0])
         self.dense_return += float(infos[0].get("dense_reward", 0.0))
@@ -73,6 +82,11 @@ class EnvironmentTool:
         if self.is_over:
             return f"{without_usual_control_tokens(observations[0])}\n{OVER}"
         return _for_tools(self.env.render_reply(self._context(observations[0], infos[0])))
+
+    def _check(self) -> None:
+        """TRL makes of what `act` raises an answer to the model, and goes on: wrong values are raised again here."""
+        if self._wrong is not None:
+            raise self._wrong
 
     def _take(self, info: Info) -> None:
         self.won, self.task_score = bool(info["won"]), float(info["task_score"])
@@ -123,13 +137,18 @@ def environment_dataset(name: str, size: int, *, split: str = "train", seed: int
 
 
 def outcome_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[float]:
-    """The environments' outcome rewards, one for each completion."""
+    """The environments' outcome rewards, one for each completion. Raises EnvironmentValueError where an environment's
+    values were wrong."""
+    for environment in environments:
+        environment._check()
     return [environment.outcome for environment in environments]
 
 
 def dense_reward(environments: Sequence[EnvironmentTool], **_: Any) -> list[float]:
-    """The environments' process rewards, one sum for each completion. Raises ValueError where there are none."""
+    """The environments' process rewards, one sum for each completion. Raises ValueError where there are none, and
+    EnvironmentValueError where an environment's values were wrong."""
     for environment in environments:
+        environment._check()
         if not environment.env.has_dense_reward:
             raise ValueError(f"{type(environment.env).__name__} has no dense reward")
     return [environment.dense_return for environment in environments]
