@@ -16,7 +16,7 @@ from ..config_io import CONFIG_FILE, load_config
 from ..file_names import METRICS_FILE, START, START_MARK, STATE_FILE
 from ..interruption import Interrupted
 from ..storage import StorageError, check_folder_place, new_folder, writing
-from .settings import settings_of
+from .settings import check_names, settings_of
 from .settings_help import describe_sections, describe_settings
 
 
@@ -30,6 +30,8 @@ def run_train(parsed: argparse.Namespace) -> int:
     config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
     if parsed.out is not None and not parsed.dry_run:  # which lists it among its findings
         check_folder_place(parsed.out)
+    if not parsed.dry_run:
+        check_names(config)
 
     from ..distributed import leave
     from ..engines import EngineError
@@ -158,6 +160,7 @@ def run_collect(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--expert must be a probability in [0, 1], got {parsed.expert}")
     config = settings_of(parsed, load_config(stored) if stored is not None else None)
     check_folder_place(parsed.out)
+    check_names(config)
 
     from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect
     from ..engines import LOCAL, expert_of, open_backend
@@ -200,6 +203,9 @@ def run_reward_model(parsed: argparse.Namespace) -> None:
     config = settings_of(parsed)
     folder = parsed.out or Path("runs") / f"reward-model-seed{config.run.seed}"
     check_folder_place(folder)
+    for path in parsed.data:
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist; expected trajectories written by `rspo collect`")
 
     from ..collect import load_trajectories
     from ..reward_model import SETTINGS_FILE
@@ -238,6 +244,7 @@ def run_plot(parsed: argparse.Namespace) -> None:
 def run_play(parsed: argparse.Namespace) -> None:
     """Let the user act, or the expert."""
     config = settings_of(parsed)
+    check_names(config)
 
     from ..play import Game, choose_task, play_game
     from ..runs import build_env

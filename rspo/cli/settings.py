@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ..config import Config, ConfigError
 from ..config_io import apply_flags, config_of_file, method_names, preset, preset_name, read_config
+from ..envs import available_envs, find_factory
 
 
 def settings_of(parsed: argparse.Namespace, base: Config | None = None) -> Config:
@@ -44,6 +46,25 @@ def settings_of(parsed: argparse.Namespace, base: Config | None = None) -> Confi
     for flag in parsed.set:
         _check_colons(flag)
     return apply_flags(config, [*given, *parsed.set])
+
+
+def check_names(config: Config) -> None:
+    """Raises ConfigError for an environment, a model folder or a reward model that is not there: what a run would say
+    of it, without waiting for torch."""
+    name, path = config.env.name, config.policy.path
+    if name not in available_envs():
+        try:
+            find_factory(name)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(f"env.name={name!r} with env.options={config.env.options}: {error}") from error
+    if path is not None and not config.policy.allow_download and not Path(path).is_dir():
+        raise ConfigError(f"policy.path={path!r} is not a folder (names on a hub need policy.allow_download=true)")
+    kind, colon, model = config.rewards.dense.partition(":")
+    if colon and kind == "model" and not Path(model).is_dir():
+        raise ConfigError(
+            f"rewards.dense={config.rewards.dense!r}: {model!r} must be a reward model (a folder written by"
+            " `rspo reward-model`): there is no such folder"
+        )
 
 
 def _check_colons(flag: str) -> None:
