@@ -446,7 +446,8 @@ def _start_may_move(config: Config, folder: Path) -> bool:
 def how_to_go_on(folder: Path) -> str:
     """What is safe of a run that has stopped early, and how it goes on."""
     if not (folder / CONFIG_FILE).is_file():
-        return "start the run again, which had not begun"
+        goes_on = "; its warm-up goes on from the last measurement" if (folder / WARMUP_FILE).is_file() else ""
+        return f"start the run again, which had not begun{goes_on}"
     checkpoints = list_checkpoints(folder / "checkpoints")
     where = f"checkpoint {checkpoints[-1].name}" if checkpoints else "its start, as there is no checkpoint yet"
     return f"the run can go on from {where}: rspo train --resume --out {folder}"

@@ -30,7 +30,7 @@ from rspo.models import Policy
 from rspo.plotting import plot_runs
 from rspo.reporters import Record, Reporter
 from rspo.rewards import NonFiniteError
-from rspo.runs import START_MARK, open_run
+from rspo.runs import START_MARK, how_to_go_on, open_run
 from rspo.tracking import Tracker, read_metrics, without_timings
 from rspo.trainer import Trainer
 from rspo.trajectory import Trajectory
@@ -713,3 +713,9 @@ def test_collecting_from_an_environment_that_cannot_start_leaves_nothing(tmp_pat
     with pytest.raises(ZeroDivisionError):
         collect(UnstartableEnv("raises"), small_policy(), config, tmp_path / "data", 4, progress=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_stopped_in_its_warm_up_is_told_that_it_goes_on(tmp_path: Path) -> None:
+    assert how_to_go_on(tmp_path) == "start the run again, which had not begun"
+    (tmp_path / "warmup.pt").touch()
+    assert how_to_go_on(tmp_path).endswith("; its warm-up goes on from the last measurement")
