@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 
 from .choices import one_of as one_of
+
+LARGEST = sys.float_info.max
 
 
 def plain_tensor(name: str, x: Any) -> None:
@@ -58,7 +60,7 @@ def same_device(name: str, x: Tensor, device: torch.device, like: str) -> None:
 def positive(name: str, value: float) -> float:
     """A finite Python number > 0, as a float."""
     # Comparisons rather than math.isfinite: they also trace under torch.compile.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     return float(value)
 
@@ -72,7 +74,7 @@ def fraction(name: str, value: float) -> float:
 
 def finite(name: str, value: float) -> float:
     """A finite Python number, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
