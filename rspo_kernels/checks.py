@@ -114,8 +114,9 @@ def lm_head(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        hidden, weight, bias = (
+            x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight, bias)
+        )
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != hidden.dtype:
             raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {x.dtype}")
