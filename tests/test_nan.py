@@ -164,3 +164,20 @@ def test_nan_beside_an_impossible_target_shows(place, name):
         bias[1] = -torch.inf
         p["targets"][:] = 1
         assert linear_token_logprobs(p["hidden"], p["weight"], p["targets"], bias=bias, backend=backend).isnan().all()
+
+
+@pytest.mark.parametrize("exact_stats", [False, True])
+def test_nan_of_a_segment_without_advantage_shows(place, exact_stats):
+    """A token of weight 0 breaks the ratio of the others, which have an advantage of 0 and would enter no matmul."""
+    device, backend = place
+    for spoiled in ("hidden", "old_logp", "behavior_logp"):
+        p = problem("hidden", device)
+        p["advantages"][:3] = 0
+        p["weights"][AT] = 0
+        spoil(p[spoiled], AT)
+        loss, _ = linear_policy_loss(
+            p["hidden"], p["weight"], p["targets"], p["advantages"], weights=p["weights"], old_logp=p["old_logp"],
+            behavior_logp=p["behavior_logp"], segments=Segments.from_lengths(torch.tensor([3, 3], device=device)),
+            config=PolicyLossConfig("gspo"), exact_stats=exact_stats, backend=backend,
+        )  # fmt: skip
+        assert loss.isnan(), spoiled
