@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .choices import one_of as one_of
+
+LARGEST = sys.float_info.max
 
 
 def plain_tensor(name: str, x: Any) -> None:
@@ -57,7 +59,7 @@ def same_device(name: str, x: Tensor, device: torch.device, like: str) -> None:
 def positive(name: str, value: float) -> float:
     """A finite Python number > 0, as a float."""
     # Comparisons rather than math.isfinite: they also trace under torch.compile.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST:
         raise ValueError(f"{name} must be a finite number > 0, got {value!r}")
     return float(value)
 
@@ -71,7 +73,7 @@ def fraction(name: str, value: float) -> float:
 
 def finite(name: str, value: float) -> float:
     """A finite Python number, as a float."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST <= value <= LARGEST:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return float(value)
 
@@ -111,8 +113,9 @@ def lm_head(
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        hidden, weight, bias = (
+            x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in (hidden, weight, bias)
+        )
     for name, x in (("weight", weight), ("bias", bias)):
         if x is not None and x.dtype != hidden.dtype:
             raise TypeError(f"{name} must have the dtype of hidden, {hidden.dtype}, got {x.dtype}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from .choices import one_of
@@ -158,6 +159,12 @@ class PolicyLossConfig:
         whole = isinstance(self.horizon, int) and not isinstance(self.horizon, bool)
         if self.horizon is not None and (not whole or self.horizon < 1):
             raise ValueError(f"horizon must be a positive int or None, got {self.horizon!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as what was given, so that the copy knows its loss's defaults, which are no longer those objects."""
+        own = _DEFAULTS_OF[self.loss]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return partial(type(self), **{name: x for name, x in values.items() if x is not own.get(name, _BY_LOSS)}), ()
 
 
 def _number(name: str, value: Any, allowed: Callable[[float], bool], wanted: str) -> None:

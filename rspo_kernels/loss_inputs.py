@@ -152,8 +152,12 @@ class LossInputs:
             if self.count is not None:
                 return self.count.clamp(min=1)
             return (self.kept.sum() if num_tokens is None else num_tokens).clamp(min=1)
+        limits = torch.finfo(self.kept.dtype)  # below tiny the inverse would be infinite
         if not isinstance(normalizer, Tensor):
-            return checks.positive("normalizer", normalizer)
+            number = checks.positive("normalizer", normalizer)
+            if not limits.tiny <= number <= limits.max:
+                raise ValueError(f"normalizer must lie in {limits.tiny:.3g} .. {limits.max:.3g}, got {number}")
+            return number
         checks.plain_tensor("normalizer", normalizer)
         if normalizer.dim() != 0:
             raise ValueError(f"normalizer must be a number or a 0-d tensor, got {list(normalizer.shape)}")
@@ -163,7 +167,7 @@ class LossInputs:
             checks.same_device("normalizer", normalizer, self.kept.device, "the tokens")
         normalizer = normalizer.detach().to(self.kept.dtype)
         empty = ~self.kept.any() if num_tokens is None else num_tokens == 0
-        valid = (normalizer > 0) & (normalizer < torch.inf)
+        valid = (normalizer >= limits.tiny) & (normalizer <= limits.max)
         # With nothing left to divide a count of 0 is what an honest caller has.
         seen = type(normalizer) is Tensor and normalizer.device.type == "cpu" and not torch.compiler.is_compiling()
         if seen and not valid and not (normalizer == 0 and empty):

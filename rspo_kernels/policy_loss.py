@@ -180,6 +180,7 @@ class _InplaceLogitsLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         loss, stats = ops.logits_policy_loss_(logits.detach(), *arguments)
         ctx.grad, ctx.num_arguments, ctx.backend = logits.detach(), len(arguments), arguments[-1]
+        ctx.version = logits._version
         ctx.mark_non_differentiable(stats)
         return loss, stats
 
@@ -188,6 +189,11 @@ class _InplaceLogitsLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.grad is None:
             raise RuntimeError("logits_policy_loss with inplace=True allows one backward pass; its gradient is used up")
+        if ctx.grad._version != ctx.version:
+            raise RuntimeError(
+                "logits_policy_loss with inplace=True keeps its gradient where the logits were, and something has been "
+                "written there since; use each logits tensor for one such loss, and leave it alone until backward"
+            )
         grad, ctx.grad = ctx.grad, None
         scale_(grad, grads[0], ctx.backend)
         return grad, *(None,) * ctx.num_arguments

@@ -169,3 +169,13 @@ def test_entropy_of_a_large_vocabulary_under_autocast(place):
         with torch.autocast(device, dtype=dtype):
             _, entropy = token_logprobs(logits, targets, with_entropy=True, backend=backend)
         assert torch.equal(entropy, expected)
+
+
+def test_a_float64_head_is_not_cast(place):
+    """As in torch.nn.functional.linear: autocast leaves float64 alone, and mixing it with others is an error."""
+    device, backend = place
+    p = problem(device)
+    p["weight"], p["bias"] = p["weight"].double(), p["bias"].double()
+    for op in FROM_HIDDEN:
+        with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(TypeError, match="weight must have the dtype"):
+            op(p, backend)

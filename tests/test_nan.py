@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rspo_kernels import PolicyLossConfig, Segments, linear_policy_loss, logits_policy_loss, policy_loss
+from rspo_kernels import (
+    PolicyLossConfig,
+    Segments,
+    linear_policy_loss,
+    linear_token_logprobs,
+    logits_policy_loss,
+    policy_loss,
+    token_logprobs,
+)
 
 N, WIDTH, VOCAB, AT = 6, 4, 9, 2
 PARTNERS = ("old_logp", "behavior_logp", "ref_logp", "weights", "advantages")
@@ -135,3 +143,41 @@ def test_nan_shows_on_an_impossible_target(place, spoiled):
         loss, grad = run(start, p, PolicyLossConfig(kl_coef=0.1), backend)
         assert loss.isnan()
         assert grad[AT].isnan().any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_nan_beside_an_impossible_target_shows(place, name):
+    """The row has no distribution, and so no log-prob of -inf either."""
+    device, backend = place
+    for value in (torch.nan, torch.inf):
+        p = problem("logits", device)
+        p["logits"][AT, AT] = -torch.inf
+        p["logits"][AT, AT + 1] = value
+        logp, entropy = token_logprobs(p["logits"], p["targets"], with_entropy=True, backend=backend)
+        assert logp[AT].isnan()
+        assert entropy[AT].isnan()
+        loss, grad = run("logits", p, CONFIGS[name], backend)
+        assert loss.isnan()
+        assert grad[AT].isnan().any()
+        bias = torch.zeros(VOCAB, device=device)
+        bias[0] = value
+        bias[1] = -torch.inf
+        p["targets"][:] = 1
+        assert linear_token_logprobs(p["hidden"], p["weight"], p["targets"], bias=bias, backend=backend).isnan().all()
+
+
+@pytest.mark.parametrize("exact_stats", [False, True])
+def test_nan_of_a_segment_without_advantage_shows(place, exact_stats):
+    """A token of weight 0 breaks the ratio of the others, which have an advantage of 0 and would enter no matmul."""
+    device, backend = place
+    for spoiled in ("hidden", "old_logp", "behavior_logp"):
+        p = problem("hidden", device)
+        p["advantages"][:3] = 0
+        p["weights"][AT] = 0
+        spoil(p[spoiled], AT)
+        loss, _ = linear_policy_loss(
+            p["hidden"], p["weight"], p["targets"], p["advantages"], weights=p["weights"], old_logp=p["old_logp"],
+            behavior_logp=p["behavior_logp"], segments=Segments.from_lengths(torch.tensor([3, 3], device=device)),
+            config=PolicyLossConfig("gspo"), exact_stats=exact_stats, backend=backend,
+        )  # fmt: skip
+        assert loss.isnan(), spoiled

@@ -81,7 +81,16 @@ def test_a_number_that_is_no_denominator_is_named(place, start, value):
 
 
 @STARTS
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [1e-60, 1e-39, 1e39, 10**400])
+def test_what_float32_cannot_hold_or_invert_is_named(place, start, value):
+    for unmasked in (0, N):
+        mask = torch.arange(N, device=place[0]) < unmasked
+        with pytest.raises(ValueError, match="normalizer must"):
+            run(start, *place, mask, value)
+
+
+@STARTS
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf, 1e-42])
 def test_a_tensor_that_is_no_denominator_never_gives_a_number(place, start, value):
     """Named on the CPU; NaN where a look would cost a synchronisation, also where all that it divides is 0."""
     device, backend = place

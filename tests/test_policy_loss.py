@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -560,7 +561,9 @@ def test_another_loss_brings_its_own_defaults():
     """Through dataclasses.replace too, which cannot tell what was given; what was given stays, also if it is equal."""
     losses = ("grpo", "ppo", "dapo", "dr_grpo", "gspo", "cispo", "sapo")
     for before, after in itertools.product(losses, losses):
-        for config in (PolicyLossConfig(before), copy.deepcopy(PolicyLossConfig(before))):
+        first = PolicyLossConfig(before)
+        for config in (first, copy.copy(first), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+            assert config == first
             assert dataclasses.replace(config, loss=after) == PolicyLossConfig(after)
     plain = PolicyLossConfig()
     assert dataclasses.replace(plain, loss="dapo").clip_high == 0.28
@@ -570,5 +573,7 @@ def test_another_loss_brings_its_own_defaults():
     kept = PolicyLossConfig(aggregation="token-mean", clip_low=0.1)
     assert dataclasses.replace(kept, loss="sapo").aggregation == "token-mean"
     assert dataclasses.replace(dataclasses.replace(kept, loss="gspo"), loss="sapo").clip_low == 0.1
+    sent = pickle.loads(pickle.dumps(PolicyLossConfig(clip_low=0.2, kl_coef=0.1)))
+    assert dataclasses.replace(sent, loss="gspo") == PolicyLossConfig("gspo", clip_low=0.2, kl_coef=0.1)
     with pytest.raises(ValueError, match="ratio_level must be 'turn', 'sequence' or 'set' with loss 'gspo'"):
         dataclasses.replace(PolicyLossConfig(ratio_level="token"), loss="gspo")

@@ -116,6 +116,16 @@ def test_in_place_of_any_other_memory(place):
         assert_close(name, grads[1], grads[0], rtol=1e-6, atol=1e-9)
 
 
+def test_in_place_twice_is_refused(place):
+    """The second loss is over the gradient of the first, and overwrites it."""
+    device, backend = place
+    logits = torch.randn(4, 5, device=device, requires_grad=True) * 1.0
+    targets, weights = torch.zeros(4, dtype=torch.int64, device=device), torch.ones(4, device=device)
+    losses = [logits_policy_loss(logits, targets, weights, inplace=True, backend=backend)[0] for _ in range(2)]
+    with pytest.raises(RuntimeError, match="something has been written there since"):
+        sum(losses).backward()
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_in_place_compiles_whole(place, dynamic):
     device, backend = place

@@ -218,12 +218,11 @@ def policy_loss(
         with_entropy = True
     rows_needed = mask
     if not exact_stats and config.kl_coef == 0 and config.entropy_coef == 0:
-        rows_needed = needed_rows(mask, adv, weights, segments)
         # NaN must show, also where it would be multiplied by 0: in the sum of hidden states, or in a partner.
-        broken = ~head.hidden.sum(-1).isfinite() | weights.isnan()
+        broken = ~head.hidden.sum(-1).isfinite()
         for x in logps:
             broken = broken if x is None else broken | x.isnan()
-        rows_needed = rows_needed | (mask & broken & (weights != 0))
+        rows_needed = needed_rows(mask, adv, weights, broken, segments)
     want_gradient = grads.want_hidden or grads.want_weight or grads.want_bias
 
     def loss_of(logp: Tensor, entropy: Tensor, rows: Tensor = rows_needed) -> tuple[Tensor, ...]:
@@ -263,14 +262,15 @@ def policy_loss(
     return loss, stats_of(stats, logp, entropy)
 
 
-def needed_rows(mask: Tensor, adv: Tensor, weights: Tensor, segments: RatioSegments | None) -> Tensor:
-    """Rows that can have a gradient when there is no KL and no entropy term, bool [N].
+def needed_rows(mask: Tensor, adv: Tensor, weights: Tensor, broken: Tensor, segments: RatioSegments | None) -> Tensor:
+    """Rows that can have a gradient when there is no KL and no entropy term, bool [N]; broken: those that hold NaN.
 
-    A row whose ratio is shared is needed as long as any row of its segment has an advantage.
+    A row whose ratio is shared is needed as long as any row of its segment has an advantage, or breaks the ratio.
     """
-    moving = mask & (adv != 0) & (weights != 0)
+    speaks = mask & (weights != 0)
     if segments is None:
-        return moving
+        return speaks & ((adv != 0) | broken | weights.isnan())
+    moving = (speaks & ((adv != 0) | weights.isnan())) | (mask & broken)
     moving_segments = moving.new_zeros(segments.count, dtype=torch.int32)
     moving_segments.index_add_(0, segments.index, moving.to(torch.int32))
     return mask & (moving_segments > 0)[segments.index]

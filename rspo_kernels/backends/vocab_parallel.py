@@ -56,7 +56,7 @@ class VocabParallel:
         total, target, spread, impossible_sum, owners = parts
         log_sum = total.log()
         logp = (target - log_sum).clamp(min=torch.finfo(log_sum.dtype).min)
-        logp = torch.where(impossible_sum > 0, -torch.inf, logp)
+        logp = torch.where((impossible_sum > 0) & ~total.isnan(), -torch.inf, logp)
         # No process has a target outside the vocabulary.
         logp = torch.where(owners == 1, logp, torch.nan)
         logp = torch.where(keep, logp, 0.0)

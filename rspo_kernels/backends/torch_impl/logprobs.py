@@ -53,7 +53,7 @@ def token_logprobs_forward(
         log_total = total.log()
         # A finite logit has a finite log-prob, even where the difference to the maximum overflows.
         value = (chosen - log_total).clamp(min=torch.finfo(dtype).min)
-        logp[b, rows] = torch.where(impossible, -torch.inf, value)
+        logp[b, rows] = torch.where(impossible & ~total.isnan(), -torch.inf, value)
         row_max[b, rows] = high
         log_sum[b, rows] = log_total
         if with_entropy:

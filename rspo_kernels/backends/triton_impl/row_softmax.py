@@ -52,7 +52,7 @@ def finish(b_tops, b_rest, b_spread, b_max, b_score, b_in_range, k):
     b_entropy = b_log_sum - b_spread * LN2 / (1.0 + b_rest)
     b_logp = (b_score - b_max) * (k * LN2) - b_log_sum
     b_logp = tl.where(b_logp < LOWEST, LOWEST, b_logp)
-    b_logp = tl.where(b_score == float("-inf"), float("-inf"), b_logp)
+    b_logp = tl.where((b_score == float("-inf")) & (b_rest == b_rest), float("-inf"), b_logp)
     b_logp = tl.where(b_in_range, b_logp, float("nan"))
     return b_logp, b_entropy, tl.where(b_empty, 0.0, b_max), tl.where(b_empty, float("-inf"), b_log_sum)
 
