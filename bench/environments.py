@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rspo.config import Config, default_config
-from rspo.config_io import apply_flags, load_config
+from rspo.config.files import apply_flags, load_config
 
 from .execute import execute
 from .report import RESULTS, Report, environment, markdown

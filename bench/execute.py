@@ -70,7 +70,7 @@ def execute(
 
     Raises FolderInUseError where another process makes runs in the folder.
     """
-    from rspo.folder_lock import FolderLock
+    from rspo.config.lock import FolderLock
 
     with FolderLock(folder):
         return _execute(specs, done, folder, jobs, save)
@@ -111,7 +111,8 @@ def start_folder(spec: Planned, folder: Path) -> Path:
 
 def make_start(spec: Planned, folder: Path) -> None:
     """Warm a start policy up, unless it is there already."""
-    from rspo.runs import build_env, set_threads, start_policy
+    from rspo.runs.setting import build_env, set_threads
+    from rspo.start import start_policy
 
     config = spec.start_config
     set_threads(config)
@@ -120,8 +121,8 @@ def make_start(spec: Planned, folder: Path) -> None:
 
 def run(spec: Planned, folder: Path) -> Row:
     """Make one run, or go on with it, and say what came of it. Its checkpoints are deleted at the end."""
-    from rspo.runs import CONFIG_FILE, open_run
-    from rspo.storage import write_text
+    from rspo.config.storage import write_text
+    from rspo.start import CONFIG_FILE, open_run
 
     out = folder / spec.key
     if (out / ROW_FILE).is_file():  # finished when the suite was being stopped
@@ -140,7 +141,7 @@ def run(spec: Planned, folder: Path) -> Row:
 
 def summary(spec: Planned, out: Path) -> Row:
     """A finished run as a row: its evaluations, and means over its updates of A."""
-    from rspo.tracking import read_metrics
+    from rspo.runs.records import read_metrics
 
     evaluations, updates = read_metrics(out, "evaluation"), read_metrics(out, "update")
     replay = [record["replay/zero_advantages"] for record in updates if "replay/zero_advantages" in record]

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: calculated by `rspo.memory` and `rspo.workload`, nothing measured.
+"""The tables of docs/scaling.md: calculated by `rspo.cli.memory` and `rspo.cli.workload`, nothing measured.
 
 `python -m bench.readme` writes them, and `--check` compares.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from rspo.cli.memory import USABLE, MemorySetup
+from rspo.cli.workload import Flops, Workload
 from rspo.config import Config, paper_config
-from rspo.config_io import apply_flags
-from rspo.memory import USABLE, MemorySetup
-from rspo.model_shapes import PUBLISHED
-from rspo.workload import Flops, Workload
+from rspo.config.files import apply_flags
+from rspo.models.shapes import PUBLISHED
 
 from .report import markdown
 

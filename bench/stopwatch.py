@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import rspo.engines.transformers_engine
-import rspo.policy_module
+import rspo.models.forward
 import rspo.trainer
-from rspo.agent import Agent
-from rspo.bookkeeping import Bookkeeper
+from rspo.algorithm.replay import ReplayBuffer
+from rspo.algorithm.timing import PhaseTimer
+from rspo.algorithm.update import Mixture, UpdateStatistics
+from rspo.data.trajectory import Trajectory
 from rspo.engines import TransformersEngine
-from rspo.models import Policy
-from rspo.policy_module import PredictionsByLogits
-from rspo.replay import ReplayBuffer
-from rspo.timing import PhaseTimer
+from rspo.models.agent import Agent
+from rspo.models.forward import PredictionsByLogits
+from rspo.models.policy import Policy
+from rspo.runs.bookkeeping import Bookkeeper
 from rspo.trainer import Trainer
-from rspo.trajectory import Trajectory
-from rspo.update import Mixture, UpdateStatistics
 
 PHASES = {
     "generation": "model",
@@ -158,7 +158,7 @@ def watched(watch: Stopwatch, trainers: Mapping[str, Trainer]) -> Iterator[None]
             (Policy, "_ids", "tokenizer"),
             (Policy, "decode", "tokenizer"),
             (rspo.engines.transformers_engine, "token_logprobs", "log-probs"),
-            (rspo.policy_module, "token_logprobs", "log-probs"),
+            (rspo.models.forward, "token_logprobs", "log-probs"),
             (Mixture, "loss", "loss"),
             (rspo.trainer, "relabel", "advantages"),
             (rspo.trainer, "zero_advantages", "records"),

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
+from rspo.algorithm.warmup import warm_up
 from rspo.config import Config, default_config, measured_start
-from rspo.config_io import apply_flags
+from rspo.config.files import apply_flags
 from rspo.envs.household import VOCABULARY
-from rspo.runs import build_env, open_run, set_threads
-from rspo.small_models import tiny_policy
-from rspo.warmup import warm_up
+from rspo.models.tiny import tiny_policy
+from rspo.runs.setting import build_env, set_threads
+from rspo.start import open_run
 
 from .report import Report, environment, markdown
 from .stopwatch import OWNERS, PHASES, measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .rspo_trainer import RSPOTrainer
+    from .api import RSPOTrainer
 
 __all__ = ["RSPOTrainer"]
 
@@ -13,7 +13,7 @@ __all__ = ["RSPOTrainer"]
 def __getattr__(name: str) -> Any:
     """`rspo.RSPOTrainer`, imported when it is asked for: the package itself needs no torch."""
     if name == "RSPOTrainer":
-        from .rspo_trainer import RSPOTrainer
+        from .api import RSPOTrainer
 
         return RSPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

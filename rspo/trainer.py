@@ -11,30 +11,30 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-from .agent import Agent
-from .batch import Batch
-from .bookkeeping import Bookkeeper
-from .checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
+from .algorithm.estimators import make_estimator
+from .algorithm.metrics import trajectory_metrics, zero_advantages
+from .algorithm.mismatch import check_mismatch
+from .algorithm.progress import episode_bar
+from .algorithm.replay import ReplayBuffer
+from .algorithm.rewards import NonFiniteError, RewardFunction, outcome_reward, relabel, training_rewards
+from .algorithm.rollout import rollout
+from .algorithm.timing import PhaseTimer
+from .algorithm.update import prepare, rescore, update
 from .config import Config
-from .distributed import play_groups
+from .config.storage import StorageError
+from .data.batch import Batch
+from .data.layouts import make_layout
+from .data.trajectory import Trajectory, intact
 from .engines import LOCAL, Backend
 from .envs.base import BatchedEnv
-from .estimators import make_estimator
-from .layouts import make_layout
-from .metrics import trajectory_metrics, zero_advantages
-from .mismatch import check_mismatch
-from .models import Policy
-from .observer import Observer
-from .progress import episode_bar
-from .randomness import RandomStreams
-from .replay import ReplayBuffer
-from .rewards import NonFiniteError, RewardFunction, outcome_reward, relabel, training_rewards
-from .rollout import rollout
-from .storage import StorageError
-from .timing import PhaseTimer
-from .tracking import Tracker
-from .trajectory import Trajectory, intact
-from .update import prepare, rescore, update
+from .models.agent import Agent
+from .models.policy import Policy
+from .models.processes import play_groups
+from .models.randomness import RandomStreams
+from .runs.bookkeeping import Bookkeeper
+from .runs.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, prune_checkpoints, save_checkpoint
+from .runs.observer import Observer
+from .runs.records import Tracker
 
 
 class Trainer:

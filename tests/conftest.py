@@ -19,7 +19,7 @@ else:
 import pytest
 from hypothesis import HealthCheck, settings
 
-from rspo.reproducible import reproducible_products
+from rspo.models.reproducible import reproducible_products
 
 # As a run on one thread does, before anything multiplies matrices: tests compare runs bit for bit.
 reproducible_products()

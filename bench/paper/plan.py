@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rspo.config import Config, default_config, measured_start
-from rspo.config_io import apply_flags
+from rspo.config.files import apply_flags
 
 PAPER_SEEDS = (0, 200, 400)
 FRESH_SEEDS = (1001, 1002, 1003, 1004, 1005)

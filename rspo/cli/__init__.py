@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from ..config import ConfigError
-from ..interruption import Interrupted, interruptible
+from ..runs.interruption import Interrupted, interruptible
 from .parser import parse
 
 SILENCE = 20.0
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _failures() -> tuple[type[Exception], ...]:
     """Errors that end a run which had begun. Their modules import torch, which a wrong flag must not wait for."""
+    from ..algorithm.rewards import NonFiniteError
     from ..engines import EngineError
     from ..envs.base import WorkerError
-    from ..rewards import NonFiniteError
 
     return NonFiniteError, WorkerError, EngineError
 

@@ -12,10 +12,10 @@ from contextlib import closing
 from pathlib import Path
 
 from ..config import Config, ConfigError
-from ..config_io import CONFIG_FILE, load_config
-from ..file_names import METRICS_FILE, START, START_MARK, STATE_FILE
-from ..interruption import Interrupted
-from ..storage import StorageError, check_folder_place, new_folder, writing
+from ..config.files import CONFIG_FILE, load_config
+from ..config.storage import StorageError, check_folder_place, new_folder, writing
+from ..runs.file_names import METRICS_FILE, START, START_MARK, STATE_FILE
+from ..runs.interruption import Interrupted
 from .settings import check_names, settings_of
 from .settings_help import describe_sections, describe_settings
 
@@ -33,16 +33,16 @@ def run_train(parsed: argparse.Namespace) -> int:
     if not parsed.dry_run:
         check_names(config)
 
-    from ..distributed import leave
     from ..engines import EngineError
     from ..envs.base import WorkerError
-    from ..runs import default_folder, how_to_go_on, open_run, startable_again
-    from ..summary import summary_table
+    from ..models.processes import leave
+    from ..runs.summary import summary_table
+    from ..start import default_folder, how_to_go_on, open_run, startable_again
 
     _without_loading_bars()
     folder = parsed.out or default_folder(config)
     if parsed.dry_run:
-        from ..dry_run import dry_run
+        from .dry_run import dry_run
 
         report = dry_run(config, folder, resume=parsed.resume)
         print(report.text)
@@ -65,7 +65,7 @@ def run_train(parsed: argparse.Namespace) -> int:
     if not trainer.ranks.is_main:
         return 0
 
-    from ..plotting import plot_runs
+    from ..runs.plots import plot_runs
 
     picture = folder / "learning_curve.png"
     with writing(picture):
@@ -89,7 +89,7 @@ def _trained_model(parsed: argparse.Namespace) -> tuple[Path, Config]:
     run = parsed.path if is_run else _run_of(parsed.path.resolve())
     config = settings_of(parsed, load_config(run / CONFIG_FILE) if run is not None else None)
 
-    from ..runs import latest_checkpoint
+    from ..start import latest_checkpoint
 
     return latest_checkpoint(parsed.path) if is_run else parsed.path, config
 
@@ -117,8 +117,8 @@ def run_export(parsed: argparse.Namespace) -> None:
     check_folder_place(parsed.out)
     model, config = _trained_model(parsed)
 
-    from ..folder_lock import LOCK_FILE, FolderLock
-    from ..models import Policy
+    from ..config.lock import LOCK_FILE, FolderLock
+    from ..models.policy import Policy
 
     _without_loading_bars()
     policy = Policy.load(model, config.policy)
@@ -135,10 +135,10 @@ def run_eval(parsed: argparse.Namespace) -> None:
     """Measure a trained model."""
     model, config = _trained_model(parsed)
 
+    from ..algorithm.evaluate import evaluate
     from ..engines import open_backend
-    from ..evaluate import evaluate
-    from ..models import Policy
-    from ..runs import build_env, check_split, set_threads
+    from ..models.policy import Policy
+    from ..runs.setting import build_env, check_split, set_threads
 
     _without_loading_bars()
     set_threads(config)
@@ -162,11 +162,12 @@ def run_collect(parsed: argparse.Namespace) -> None:
     check_folder_place(parsed.out)
     check_names(config)
 
-    from ..collect import NO_EXPERT, TRAJECTORIES_FILE, collect
+    from ..algorithm.warmup import fresh_policy
     from ..engines import LOCAL, expert_of, open_backend
-    from ..models import Policy
-    from ..runs import build_env, set_threads, trained_policy
-    from ..warmup import fresh_policy
+    from ..models.policy import Policy
+    from ..runs.collect import NO_EXPERT, TRAJECTORIES_FILE, collect
+    from ..runs.setting import build_env, set_threads
+    from ..start import trained_policy
 
     _without_loading_bars()
     set_threads(config)
@@ -207,10 +208,10 @@ def run_reward_model(parsed: argparse.Namespace) -> None:
         if not path.exists():
             raise ConfigError(f"{path} does not exist; expected trajectories written by `rspo collect`")
 
-    from ..collect import load_trajectories
-    from ..reward_model import SETTINGS_FILE
-    from ..reward_training import train_reward_model
-    from ..runs import set_threads
+    from ..models.reward_model import SETTINGS_FILE
+    from ..runs.collect import load_trajectories
+    from ..runs.reward_training import train_reward_model
+    from ..runs.setting import set_threads
 
     _without_loading_bars()
     set_threads(config)
@@ -231,7 +232,7 @@ def _listed(values: Mapping[str, float]) -> str:
 
 def run_plot(parsed: argparse.Namespace) -> None:
     """Draw learning curves."""
-    from ..plotting import plot_runs
+    from ..runs.plots import plot_runs
 
     try:
         out = parsed.out or parsed.runs[0] / "learning_curve.png"
@@ -246,8 +247,8 @@ def run_play(parsed: argparse.Namespace) -> None:
     config = settings_of(parsed)
     check_names(config)
 
-    from ..play import Game, choose_task, play_game
-    from ..runs import build_env
+    from ..runs.setting import build_env
+    from .play import Game, choose_task, play_game
 
     with closing(build_env(config)) as env:
         number, task, count = choose_task(env, parsed.split, parsed.task, config.run.seed)
@@ -259,7 +260,7 @@ def run_play(parsed: argparse.Namespace) -> None:
 
 def run_summary(parsed: argparse.Namespace) -> None:
     """Print a table of runs."""
-    from ..summary import summary_table
+    from ..runs.summary import summary_table
 
     try:
         print(summary_table(parsed.runs, parsed.labels))

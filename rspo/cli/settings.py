@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ..config import Config, ConfigError
-from ..config_io import apply_flags, config_of_file, method_names, preset, preset_name, read_config
+from ..config.files import apply_flags, config_of_file, method_names, preset, preset_name, read_config
 from ..envs import available_envs, find_factory
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..config import Config, ConfigError
-from ..config_io import flat_settings
+from ..config.files import flat_settings
 
 INDENT = 24
 """Of meanings, as argparse's."""

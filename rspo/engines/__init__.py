@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..config import Config, ConfigError
-from ..distributed import ALONE, Ranks
+from ..models.processes import ALONE, Ranks
 from .base import Backend, Engine, EngineError, Generation
 from .scripted_engine import Scripted, ScriptedEngine, expert_of
 from .transformers_engine import LOCAL, TransformersBackend, TransformersEngine

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ..config import ConfigError, RolloutConfig
-from ..models import Policy
-from ..texts import Texts
+from ..data.texts import Texts
+from ..models.policy import Policy
 
 
 class EngineError(RuntimeError):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ..config import Config, ConfigError, EngineConfig, RolloutConfig
-from ..models import Policy
+from ..models.policy import Policy
 from .base import Backend, EngineError, Generation, PolicyEngine, check_prompts
 from .servers import SERVERS, Answer, Sampling
 from .weight_push import NEEDS, PUSHES, WeightPush

@@ -8,9 +8,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from ..config import ConfigError, RolloutConfig
+from ..data.texts import Texts
 from ..envs.base import BatchedEnv
 from ..envs.workers import WorkerEnv
-from ..texts import Texts
 from .base import Generation
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..config import ConfigError
-from ..texts import SAID, Texts
+from ..data.texts import SAID, Texts
 from .base import EngineError
 
 

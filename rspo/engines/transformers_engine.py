@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from rspo_kernels import token_logprobs
 
 from ..config import RolloutConfig
-from ..models import Policy
+from ..models.policy import Policy
 from .base import Backend, Generation, PolicyEngine, check_prompts
 
 

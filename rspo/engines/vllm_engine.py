@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..config import Config, ConfigError, RolloutConfig
-from ..models import Policy
+from ..models.policy import Policy
 from .base import Backend, EngineError, Generation, PolicyEngine, check_prompts
 from .weight_push import WeightPush
 

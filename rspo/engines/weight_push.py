@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineConfig
-from ..models import Policy
+from ..models.policy import Policy
 from .base import EngineError
 
 Post = Callable[[str, dict[str, Any]], Any]

@@ -72,8 +72,8 @@ class WorkerEnv(BatchedEnv):
     process that started them.
 
     A lost episode keeps the observation and infos of its last finished step, with `won` False and reward 0 from then
-    on. It is neither a success nor a failure: `rspo.trajectory.intact` leaves it out of training, and says what that
-    does to the estimate.
+    on. It is neither a success nor a failure: `rspo.data.trajectory.intact` leaves it out of training, and says what
+    that does to the estimate.
 
     Raises ValueError for an argument out of its range and an environment that cannot be sent to another process, and
     what building the environment raises.

@@ -26,8 +26,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ...folder_lock import LOCK_FILE, FolderLock
-from ...storage import write_text
+from ...config.lock import LOCK_FILE, FolderLock
+from ...config.storage import write_text
 from .direct_way import win_directly
 from .games import GAME_FILE, TASK_TYPES, GameFile, read_goal
 from .rooms import Furnished, can_be, furnish, holds, load_room, movable_receptacles, room_numbers

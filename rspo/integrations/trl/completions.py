@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rspo.trajectory import Trajectory, Turn
+from rspo.data.trajectory import Trajectory, Turn
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from rspo.control_tokens import without_usual_control_tokens
+from rspo.data.control_tokens import without_usual_control_tokens
 from rspo.envs import PromptContext, make_env
 from rspo.envs.base import EnvironmentValueError, Info
 from rspo.envs.returned import reset_checked, step_checked

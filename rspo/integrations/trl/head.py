@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from rspo.heads import Head, body_of, find_head
+from rspo.models.heads import Head, body_of, find_head
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.optimization import GreedyLR
 from trl import GRPOConfig
 
-from rspo.config import decay
-from rspo.replay import ReplayBuffer
-from rspo.sections import SwapConfig
+from rspo.algorithm.replay import ReplayBuffer
+from rspo.config import SwapConfig, decay
 
 from .agents import RewardColumns, Snapshot, metrics_under
 from .completions import CollectedCompletion, CompletionBatch, collected

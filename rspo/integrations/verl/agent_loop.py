@@ -1,4 +1,4 @@
-"""The agent loop "rspo_env": `rspo.rollout` plays an episode, verl's servers generate."""
+"""The agent loop "rspo_env": `rspo.algorithm.rollout` plays an episode, verl's servers generate."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from ...algorithm.rollout import rollout
+from ...algorithm.timing import PhaseTimer
+from ...config import ConfigError
+from ...data.layouts import make_layout
+from ...data.texts import Texts
+from ...data.trajectory import Trajectory
 from ...engines.base import Generation
 from ...envs import BatchedEnv, make_env
 from ...envs.base import EnvironmentValueError
 from ...envs.losses import LossLog, place_of
-from ...layouts import make_layout
-from ...rollout import rollout
-from ...sections import ConfigError
-from ...texts import Texts
-from ...timing import PhaseTimer
-from ...trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 _failures = LossLog(logger)
@@ -41,8 +41,8 @@ class EnvAgentLoop(AgentLoopBase):
     """Plays one episode of the environment `rspo.env` for a row of `EnvTasks`.
 
     The padded prompt and response of its output are those of the last turn, for verl's logs and validation. All turns
-    are in the output's field "trajectory", a `rspo.trajectory.Trajectory`, which is what RSPO trains on. The score is
-    the outcome reward; "acc" in verl's records is success.
+    are in the output's field "trajectory", a `rspo.data.trajectory.Trajectory`, which is what RSPO trains on. The score
+    is the outcome reward; "acc" in verl's records is success.
 
     An episode in which the environment fails comes back as a trajectory that is `lost`, with the traceback in the log.
     """

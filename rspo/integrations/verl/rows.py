@@ -12,8 +12,8 @@ from verl import DataProto
 
 from rspo_kernels import PolicyLossConfig
 
-from ...batch import Batch
-from ...update import Mixture
+from ...algorithm.update import Mixture
+from ...data.batch import Batch
 
 
 @dataclass(frozen=True)

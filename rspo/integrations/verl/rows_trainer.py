@@ -12,8 +12,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.metric import reduce_metrics
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from ...batch import Batch
 from ...config import Config, OptimizerConfig
+from ...data.batch import Batch
 from .rows import Rows, deal_rows
 
 

@@ -7,11 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ...config import Config, default_config
-from ...config_io import overlay
+from ...algorithm.estimators import make_estimator
+from ...config import Config, ConfigError, default_config
+from ...config.files import overlay
 from ...envs import find_factory
-from ...estimators import make_estimator
-from ...sections import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -19,16 +19,16 @@ from verl import DataProto
 from verl.protocol import pad_dataproto_to_divisor
 from verl.utils.tracking import Tracking
 
-from ...batch import Batch
+from ...algorithm.estimators import make_estimator
+from ...algorithm.metrics import identical_states, trajectory_metrics, zero_advantages
+from ...algorithm.replay import ReplayBuffer
+from ...algorithm.rewards import RewardFunction, outcome_reward, relabel, training_rewards
+from ...algorithm.timing import PhaseTimer
+from ...algorithm.update import log_center_quantiles
+from ...data.batch import Batch
+from ...data.trajectory import Trajectory, intact
 from ...envs import make_env
-from ...estimators import make_estimator
-from ...metrics import identical_states, trajectory_metrics, zero_advantages
-from ...randomness import RandomStreams, named_generator, named_seed
-from ...replay import ReplayBuffer
-from ...rewards import RewardFunction, outcome_reward, relabel, training_rewards
-from ...timing import PhaseTimer
-from ...trajectory import Trajectory, intact
-from ...update import log_center_quantiles
+from ...models.randomness import RandomStreams, named_generator, named_seed
 from .losses import actor_loss
 from .rows import Rows, loss_weights
 from .rows_trainer import RowsTrainer, count_minibatches
