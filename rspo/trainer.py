@@ -78,7 +78,7 @@ class Trainer:
         self.estimator = make_estimator(config.estimator_name, config.estimator)
         self.buffer = ReplayBuffer(config.swap, self.random.replay)
         self.lock: AbstractContextManager[Any] = nullcontext()
-        """Lets go of the folder when it is left; `runs.open_run` takes it."""
+        """Lets go of the folder when it is left; `start.open_run` takes it."""
         self.swaps = config.method == "rspo"
         self.reward_a, self.reward_b = training_rewards(config, env.has_dense_reward, self.random.noise, dense_reward)
 
