@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config import Config, ConfigError
 from ..config.files import CONFIG_FILE, load_config
 from ..config.storage import StorageError, check_folder_place, new_folder, writing
-from ..runs.file_names import METRICS_FILE, START, START_MARK, STATE_FILE
+from ..runs.file_names import METRICS_FILE, START, START_MARK, STATE_FILE, WARMUP_FILE
 from ..runs.interruption import Interrupted
 from .settings import check_names, settings_of
 from .settings_help import describe_sections, describe_settings
@@ -26,6 +26,11 @@ def run_train(parsed: argparse.Namespace) -> int:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
     stored = parsed.out / CONFIG_FILE if parsed.out is not None else None
     if parsed.resume and stored is not None and not stored.is_file():
+        if (parsed.out / WARMUP_FILE).is_file():
+            raise ConfigError(
+                f"--resume: the run in {parsed.out} had not begun; its warm-up goes on with the command that began it,"
+                " without --resume"
+            )
         raise ConfigError(f"--resume: {parsed.out} holds no run ({CONFIG_FILE} is missing)")
     config = settings_of(parsed, load_config(stored) if parsed.resume and stored is not None else None)
     if parsed.out is not None and not parsed.dry_run:  # which lists it among its findings

@@ -129,6 +129,11 @@ def test_errors_of_the_command_line_name_what_is_allowed(
     )
     assert "no causal LM" in error("train", "--out", str(tmp_path / "y"), "--policy", str(tmp_path))
     assert "holds no run" in error("train", "--resume", "--out", str(tmp_path / "nowhere"))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "warmup.pt").touch()
+    assert "its warm-up goes on with the command that began it" in error(
+        "train", "--resume", "--out", str(tmp_path / "begun")
+    )
     assert "not the folder of a run" in error("plot", str(tmp_path))
     with pytest.raises(SystemExit):
         main(["train", "--method", "sarsa"])

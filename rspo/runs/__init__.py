@@ -1,0 +1,1 @@
+"""The start of a run, and what it leaves in its folder."""
