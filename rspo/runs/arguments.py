@@ -12,14 +12,13 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config import Config, ConfigError
+from ..algorithm.rewards import RewardFunction
+from ..config import ATTENTION, DTYPES, Config, ConfigError
 from ..config.files import config_from, load_config
 from ..envs import BatchedEnv
 from ..models.gradient_checkpointing import recompute_layers
 from ..models.policy import Policy
-from ..algorithm.rewards import RewardFunction
 from .setting import build_env, env_arguments
-from ..config import ATTENTION, DTYPES
 
 
 def as_config(args: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
@@ -110,7 +109,8 @@ def as_policy(
         return config, None
     if not isinstance(model, (str, os.PathLike)):
         raise TypeError(
-            f"model must be a path, a transformers PreTrainedModel or an rspo.models.policy.Policy, got {type(model).__name__}"
+            "model must be a path, a transformers PreTrainedModel or an rspo.models.policy.Policy,"
+            f" got {type(model).__name__}"
         )
     if not config.policy.allow_download and not Path(model).is_dir():
         raise ConfigError(

@@ -6,17 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..config import Config
-from ..models.processes import ALONE, Ranks
-from ..engines import LOCAL, Backend
-from ..envs.base import BatchedEnv
 from ..algorithm.evaluate import evaluate
 from ..algorithm.metrics import identical_states, trajectory_metrics
 from ..algorithm.mismatch import engine_mismatch
-from ..models.policy import Policy
 from ..algorithm.timing import PhaseTimer
-from .records import Tracker
+from ..config import Config
 from ..data.trajectory import Trajectory
+from ..engines import LOCAL, Backend
+from ..envs.base import BatchedEnv
+from ..models.policy import Policy
+from ..models.processes import ALONE, Ranks
+from .records import Tracker
 from .transcripts import TRANSCRIPTS, write_transcripts
 
 

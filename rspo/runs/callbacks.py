@@ -26,10 +26,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy
 
-from .checkpoint import checkpoint_path
 from ..config import Config
 from ..config.files import flat_settings
 from ..models.processes import is_first
+from .checkpoint import checkpoint_path
 from .observer import Observer
 from .reporters import Record
 

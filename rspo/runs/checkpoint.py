@@ -20,17 +20,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..models.agent import Agent
 from ..config import Config, ConfigError
-from ..models.critic import Critic
-from ..models.processes import ALONE, Ranks
-from .file_names import STATE_FILE
-from ..models.lora import is_adapter
-from ..models.policy import Policy
-from ..models.sharded_tensors import gathered
-from ..models.sharding import load_policy
 from ..config.storage import DamagedFileError, new_folder, reading, remove_folder
 from ..data.trajectory import Trajectory, trajectory_from_json, trajectory_to_json
+from ..models.agent import Agent
+from ..models.critic import Critic
+from ..models.lora import is_adapter
+from ..models.policy import Policy
+from ..models.processes import ALONE, Ranks
+from ..models.sharded_tensors import gathered
+from ..models.sharding import load_policy
+from .file_names import STATE_FILE
 
 PREFIX = "step-"
 FILES = "files"

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from ..algorithm.rollout import rollout
 from ..config import Config, ConfigError
+from ..config.lock import FolderLock
+from ..config.storage import writing
+from ..data.layouts import make_layout
+from ..data.trajectory import Trajectory, intact, trajectory_from_json, trajectory_to_json
 from ..engines import LOCAL, Backend, Engine, ScriptedEngine, expert_of
 from ..envs.base import BatchedEnv
-from ..config.lock import FolderLock
-from ..data.layouts import make_layout
 from ..models.policy import Policy
 from ..models.randomness import named_generator, named_seed
-from ..algorithm.rollout import rollout
-from ..config.storage import writing
-from ..data.trajectory import Trajectory, intact, trajectory_from_json, trajectory_to_json
 
 TRAJECTORIES_FILE = "trajectories.jsonl"
 NO_EXPERT = "without --expert, --policy or --run say who acts"

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 from ..config import Config, ConfigError
+from ..config.storage import write_text
 from ..models.lora import BASE_FILE, fingerprint
 from ..models.policy import Policy
-from ..config.storage import write_text
 
 
 def has_fingerprint(config: Config) -> bool:

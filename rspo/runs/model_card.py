@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from .callbacks import EVALUATION
 from ..config import Config, default_config
 from ..config.files import flat_settings
+from .callbacks import EVALUATION
 
 CITATION = "https://arxiv.org/abs/2607.04713"
 PACKAGES = ("rspo", "torch", "transformers", "numpy")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from ..config.storage import writing
 from .file_names import METRICS_FILE
 from .reporters import Record, Reporter
-from ..config.storage import writing
 
 
 class Tracker:

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..algorithm.rewards import NonFiniteError
 from ..config import Config, ConfigError, RewardModelConfig
-from ..data.conversations import Reading
 from ..config.lock import FolderLock
+from ..data.conversations import Reading
+from ..data.trajectory import Trajectory
 from ..models.lora import require_whole_model
 from ..models.policy import Policy
 from ..models.randomness import named_generator, named_seed
 from ..models.reward_model import RewardModel, micro_batches
-from ..algorithm.rewards import NonFiniteError
 from ..models.tiny import tiny_policy
 from .records import Tracker
-from ..data.trajectory import Trajectory
 
 VALIDATIONS = 10
 """Measurements on held-out trajectories during training, besides the one before it."""

@@ -253,7 +253,7 @@ def test_a_dense_reward_may_be_any_function(start: Path, tmp_path: Path) -> None
         return quiet(start, config, dense_reward=dense_reward, output_dir=tmp_path / name)
 
     for name, dense_reward in (
-        ("named", "test_rspo_hf:half"),
+        ("named", "test_hf:half"),
         ("function", half),
         ("nested", nested),
         ("environment", None),
@@ -262,7 +262,7 @@ def test_a_dense_reward_may_be_any_function(start: Path, tmp_path: Path) -> None
     assert timeless(tmp_path / "named") == timeless(tmp_path / "function") == timeless(tmp_path / "nested")
     assert timeless(tmp_path / "named") != timeless(tmp_path / "environment")
     assert load_config(tmp_path / "nested" / "config.yaml").rewards.dense.endswith("<locals>.nested")
-    with pytest.raises(ConfigError, match=r"rewards\.dense='test_rspo_hf:.*wrong' must be a function .* gave shape"):
+    with pytest.raises(ConfigError, match=r"rewards\.dense='test_hf:.*wrong' must be a function .* gave shape"):
         trainer("wrong", wrong).train()
 
 
@@ -297,7 +297,7 @@ def test_wrong_arguments_are_named_before_anything_is_played(start: Path, tmp_pa
         (TypeError, "dense_reward must be a function", {"dense_reward": 3}),
         (ConfigError, "rewards.dense='nomodule:f' cannot be imported", {"dense_reward": "nomodule:f"}),
         (TypeError, "callbacks must be transformers.TrainerCallback", {"callbacks": [print]}),
-        (TypeError, "callbacks must be a sequence .* got <test_rspo_hf.Recorder", {"callbacks": Recorder()}),
+        (TypeError, "callbacks must be a sequence .* got <test_hf.Recorder", {"callbacks": Recorder()}),
         (TypeError, "callbacks must be a sequence .* got <class .*Recorder", {"callbacks": Recorder}),
         (TypeError, "callbacks must be a sequence .* got None", {"callbacks": None}),
     ]  # fmt: skip

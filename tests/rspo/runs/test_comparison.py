@@ -10,9 +10,9 @@ import pytest
 from matplotlib import pyplot as plt
 
 from rspo.cli import main
-from rspo.runs.comparison import RunData, group_runs
 from rspo.config import Config, default_config, paper_config
 from rspo.config.files import apply_flags, save_config
+from rspo.runs.comparison import RunData, group_runs
 from rspo.runs.plots import PANELS, _draw, plot_runs
 from rspo.runs.reporters import Record
 from rspo.runs.summary import COLUMNS, summary_table

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from places import HELPERS
-
 import errno
 import hashlib
 import json
@@ -19,17 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from places import HELPERS
 from rspo_toys import ParityEnv, small_config
 
-from rspo.models.agent import Agent
-from rspo.runs.checkpoint import list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
+from rspo.algorithm.rewards import NonFiniteError
 from rspo.cli import main
 from rspo.config import Config, ConfigError
-from rspo.models.policy import Policy
-from rspo.algorithm.rewards import NonFiniteError
-from rspo.start import open_run
 from rspo.config.storage import StorageError, new_folder, remove_folder, tidy, write_text
+from rspo.models.agent import Agent
+from rspo.models.policy import Policy
+from rspo.runs.checkpoint import list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint
 from rspo.runs.records import Tracker, read_metrics, without_timings
+from rspo.start import open_run
 from rspo.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -5,8 +5,6 @@ A server stands where every request to the outside would go, and counts what com
 
 from __future__ import annotations
 
-from places import HELPERS, ROOT
-
 import json
 import os
 import socket
@@ -19,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from places import HELPERS, ROOT
 from rspo_toys import small_config
 
 from rspo.config import ConfigError
 from rspo.config.files import apply_flags
-from rspo.start import open_run
 from rspo.runs.records import read_metrics
+from rspo.start import open_run
 
 BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
 """Of wandb's files: a log as LevelDB's, behind a header of its own."""

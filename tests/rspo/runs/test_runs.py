@@ -15,27 +15,26 @@ from rspo_toys import ParityEnv, small_config, small_policy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rspo import RSPOTrainer
-from rspo.cli import demo
-from rspo.models.agent import Agent
-from rspo.data.batch import Batch
-from rspo.cli import main
-from rspo.runs.collect import collect
+from rspo.algorithm.metrics import trajectory_metrics
+from rspo.algorithm.rewards import NonFiniteError
+from rspo.algorithm.warmup import BELOW, INSIDE, demonstrations, measure, warm_up
+from rspo.cli import demo, main
 from rspo.config import Config, ConfigError, default_config
 from rspo.config.files import apply_flags, load_config, save_config
+from rspo.data.batch import Batch
+from rspo.data.trajectory import Trajectory
 from rspo.engines import TransformersBackend
 from rspo.envs import make_env
 from rspo.envs.base import PromptContext
 from rspo.envs.household import HouseholdEnv
-from rspo.algorithm.metrics import trajectory_metrics
+from rspo.models.agent import Agent
 from rspo.models.policy import Policy
+from rspo.runs.collect import collect
 from rspo.runs.plots import plot_runs
-from rspo.runs.reporters import Record, Reporter
-from rspo.algorithm.rewards import NonFiniteError
-from rspo.start import START_MARK, how_to_go_on, open_run
 from rspo.runs.records import Tracker, read_metrics, without_timings
+from rspo.runs.reporters import Record, Reporter
+from rspo.start import START_MARK, how_to_go_on, open_run
 from rspo.trainer import Trainer
-from rspo.data.trajectory import Trajectory
-from rspo.algorithm.warmup import BELOW, INSIDE, demonstrations, measure, warm_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -433,8 +432,8 @@ def test_a_start_that_fails_late_closes_what_it_opened(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rspo.start.open_backend", lambda *arguments: OpenEngines())
-    config = small_config(*flags_for(start, "run.steps=1", "env.name=test_rspo_runs:OpenEnv", "env.options={}"))
-    reporters = "run.report_to=[test_rspo_runs:OpenReporter, test_rspo_runs:FailingReporter]"
+    config = small_config(*flags_for(start, "run.steps=1", "env.name=test_runs:OpenEnv", "env.options={}"))
+    reporters = "run.report_to=[test_runs:OpenReporter, test_runs:FailingReporter]"
     with pytest.raises(ConfigError, match="no tracker answers"):
         open_run(apply_flags(config, [reporters]), tmp_path / "run", progress=False)
     assert not OPEN
@@ -470,7 +469,7 @@ def test_a_run_that_cannot_play_can_be_started_again(by: str, start: Path, tmp_p
     assert train("rollout.max_prompt_tokens=3") == 2
     assert not (tmp_path / "run" / "config.yaml").exists()
     assert read_metrics(tmp_path / "run") == []
-    assert train("env.name=test_rspo_runs:LateEnv", "env.options={}") == 2
+    assert train("env.name=test_runs:LateEnv", "env.options={}") == 2
     assert [record["kind"] for record in read_metrics(tmp_path / "run")] == ["evaluation"]
     assert train() == 0
     assert [record["step"] for record in read_metrics(tmp_path / "run", "evaluation")] == [0, 1]
@@ -708,7 +707,7 @@ def test_an_environment_that_cannot_start_leaves_the_folder_free(
     fault: str, said: str, workers: int, start: Path, tmp_path: Path
 ) -> None:
     options = [f"env.options={{fault: {fault}}}", f"env.workers={workers}"]
-    broken = small_config(*flags_for(start), "env.name=test_rspo_runs:UnstartableEnv", *options, method="grpo")
+    broken = small_config(*flags_for(start), "env.name=test_runs:UnstartableEnv", *options, method="grpo")
     with pytest.raises(Exception, match=said):
         open_run(broken, tmp_path / "run", progress=False)
     assert list(tmp_path.iterdir()) == []

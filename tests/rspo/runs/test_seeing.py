@@ -15,18 +15,18 @@ import pytest
 from rspo_toys import ParityEnv, make_trajectory, small_config, small_policy
 
 from rspo.algorithm import progress
+from rspo.algorithm.evaluate import Evaluation, evaluate
+from rspo.algorithm.metrics import SuccessRate, success_by_type
 from rspo.cli import main
 from rspo.config import Config, ConfigError, paper_config
 from rspo.config.files import apply_flags
-from rspo.envs import make_env
-from rspo.algorithm.evaluate import Evaluation, evaluate
-from rspo.algorithm.metrics import SuccessRate, success_by_type
-from rspo.runs.reporters import Record, Reporter
-from rspo.start import open_run
 from rspo.data.texts import Texts
+from rspo.envs import make_env
 from rspo.runs.records import read_metrics
-from rspo.trainer import Trainer
+from rspo.runs.reporters import Record, Reporter
 from rspo.runs.transcripts import chosen, transcript
+from rspo.start import open_run
+from rspo.trainer import Trainer
 from rspo_kernels.config import STATS
 
 DOCS = Path(__file__).parents[3] / "docs" / "training.md"
@@ -216,12 +216,12 @@ class ListReporter(Reporter):
 
 
 def test_a_reporter_of_ones_own_is_given_what_metrics_jsonl_has(start: Path, tmp_path: Path) -> None:
-    name = "test_rspo_seeing:ListReporter"
+    name = "test_seeing:ListReporter"
     flags = [*SHORT, f"policy.path={start}", f"run.report_to=[{name}]", "run.save_every=1"]
     config = small_config(*flags, method="grpo")
     run(apply_flags(config, ["run.steps=1"]), tmp_path)
     run(config, tmp_path, resume=True)
-    module = sys.modules["test_rspo_seeing"]
+    module = sys.modules["test_seeing"]
     assert module.ListReporter.kept[tmp_path] == [*read_metrics(tmp_path), {"kind": "closed", "step": 0}]
     for wrong, message in (("rspo.models.policy:Policy", "must be a subclass"), ("nomodule:X", "cannot be imported")):
         with pytest.raises(ConfigError, match=message):
