@@ -39,6 +39,17 @@ if not torch.cuda.is_available():
     PLACES = [("cpu", "torch"), ("cpu", "triton")]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """What a file's tests put into the environment, or a process group that they made, is not the next file's."""
+    variables, had_group = dict(os.environ), torch.distributed.is_initialized()
+    yield
+    os.environ.clear()
+    os.environ.update(variables)
+    if torch.distributed.is_initialized() and not had_group:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     """The same random tensors in every run."""
